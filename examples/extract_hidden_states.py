@@ -1,0 +1,173 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Extract hidden states for EAGLE-3 training from tokenized prompts.
+
+    python extract_hidden_states.py --model-path MODEL --prepared-data prompts.jsonl --output-dir states
+
+Each line of the prepared data is one object, {"input_ids": [int, ...], "loss_mask": [0 or 1, ...]}. Line N,
+counted from 0, becomes data_N.pt in the format that speculators' trainer reads. A run that was stopped, in
+whatever way, goes on where it stopped when the same command is given again. Lines that can't be used are
+skipped, counted and reported.
+
+Exit status: 0 done, 1 error, 2 usage, 130 ended by Ctrl-C.
+"""
+
+import speculators_compat  # before speculators  # isort: skip
+
+import argparse
+import json
+import signal
+import sys
+from typing import Any
+
+from speculators_compat import dataio, settings
+from speculators_compat.errors import CompatError
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    def positive(text: str) -> int:
+        if (value := int(text)) < 1:
+            raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
+        return value
+
+    def fraction(text: str) -> float:
+        if not 0 < (value := float(text)) <= 1:
+            raise argparse.ArgumentTypeError(f"{value} is not above 0 and at most 1")
+        return value
+
+    def json_object(text: str) -> dict[str, Any]:
+        if not isinstance(value := json.loads(text), dict):
+            raise argparse.ArgumentTypeError("not a JSON object")
+        return value
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    add = parser.add_argument
+    add("--model-path", required=True, help="model folder, or a name on the Hugging Face hub")
+    add("--prepared-data", required=True, metavar="FILE.jsonl", help="tokenized prompts")
+    add("--output-dir", required=True, help="where the samples go; made where it is missing")
+    add("--batch-size", type=positive, default=32, help="prompts given to the engine at once (default: 32)")
+    # A prompt of the model's full length leaves no room for the token that is sampled after it.
+    add("--max-seq-len", type=positive, default=2048, help="cut longer prompts (default: 2048 tokens)")
+    add("--tp-size", type=positive, default=1, help="tensor parallel size (default: 1)")
+    add("--gpu-memory-utilization", type=fraction, default=0.8, help="part of the memory (default: 0.8)")
+    add(
+        "--layer-ids", type=int, nargs="+", metavar="ID", help="decoder layers, from 0, to take the output of"
+    )
+    add("--limit", type=positive, help="stop after this many usable prompts")
+    add("--vllm-args", type=json_object, metavar="JSON", help='more vLLM arguments: \'{"dtype": "float32"}\'')
+    add("--strict", action="store_true", help="end at the first line that can't be used")
+    return parser.parse_args(argv)
+
+
+def start_generator(args: argparse.Namespace) -> Any:
+    print(f"loading {args.model_path} ...", file=sys.stderr)
+    # Imported only now: this takes long, and needs all of torch and vLLM.
+    from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator
+
+    return VllmHiddenStatesGenerator(
+        model_path=args.model_path,
+        layer_ids=args.layer_ids,
+        # The generator cuts prompts to max_model_len - 1 tokens, to leave room for the one token it samples.
+        max_model_len=args.max_seq_len + 1,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        tensor_parallel_size=args.tp_size,
+    )
+
+
+def extract(args: argparse.Namespace) -> None:
+    # Everything that can be found wrong in seconds is looked at before the model is loaded.
+    if args.vllm_args is not None:
+        speculators_compat.configure(vllm_args=args.vllm_args)
+    model = dataio.check_model_folder(args.model_path)
+    reading: dict[str, Any] = {
+        "vocab_size": model.vocab_size,
+        "max_seq_len": args.max_seq_len,
+        "strict": args.strict,
+    }
+    data = dataio.check_data_file(args.prepared_data, **reading)
+    decisive = dataio.make_settings(
+        model,
+        data,
+        layer_ids=args.layer_ids,
+        max_seq_len=args.max_seq_len,
+        vllm_args=settings.current().vllm_args,
+    )
+    tally = dataio.Tally()
+    generator = progress = None
+    with dataio.SampleWriter(args.output_dir, decisive) as writer:
+        if writer.finished or writer.damaged:
+            print(f"resuming: {writer.resumed} finished, {len(writer.damaged)} damaged", file=sys.stderr)
+        try:
+            samples = tally.samples(dataio.read_samples(args.prepared_data, limit=args.limit, **reading))
+            missing = (sample for sample in samples if not writer.is_finished(sample))
+            for batch in dataio.batches(missing, args.batch_size):
+                if generator is None:
+                    generator = start_generator(args)
+                    writer.record(**run_facts(args, generator))
+                    progress = dataio.Progress(min(data.lines, args.limit or data.lines), writer.resumed)
+                results = generator.generate([sample.input_ids for sample in batch])
+                for sample, result in zip(batch, results, strict=True):
+                    writer.write(sample, result)
+                if progress is not None:
+                    progress.advance(len(batch), sum(len(sample.input_ids) for sample in batch))
+        finally:
+            if progress is not None:
+                progress.close()
+            # The plugin gives the generator a shutdown() that ends its worker processes.
+            if (shutdown := getattr(generator, "shutdown", None)) is not None:
+                shutdown()
+            summarize(args, tally, writer, progress)
+
+
+def run_facts(args: argparse.Namespace, generator: Any) -> dict[str, Any]:
+    """What the manifest should tell about this run, beside the settings that decide the values."""
+    status = speculators_compat.status()
+    return {
+        "layer_ids": getattr(generator, "layer_ids", args.layer_ids),
+        "matrix_row": status.row,
+        "way": status.way,
+        "adapters": {adapter.id: str(adapter.state) for adapter in status.adapters},
+        "batch_size": args.batch_size,
+        "tensor_parallel_size": args.tp_size,
+        "gpu_memory_utilization": args.gpu_memory_utilization,
+        "vllm_args": settings.current().vllm_args,
+    }
+
+
+def summarize(
+    args: argparse.Namespace,
+    tally: dataio.Tally,
+    writer: dataio.SampleWriter,
+    progress: dataio.Progress | None,
+) -> None:
+    rate = f", {progress.rate:,.0f} tokens/s" if progress is not None else ""
+    size = f"{writer.written_tokens:,} tokens{rate}, {writer.written_bytes:,} bytes"
+    print(f"written:   {writer.written} samples, {size}")
+    print(f"resumed:   {writer.resumed} samples finished earlier")
+    print(f"truncated: {tally.truncated} samples cut to {args.max_seq_len} tokens")
+    if tally.without_mask:
+        print(f"no mask:   {tally.without_mask} samples without loss_mask, written as all ones")
+    print(f"skipped:   {tally.skipped} lines")
+    for line in tally.reason_lines():
+        print(f"           {line}")
+    print(f"output:    {writer.folder}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        extract(args)
+    except CompatError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped; resume with the same command", file=sys.stderr)
+        return 130
+    return 0
+
+
+# vLLM starts its workers by importing this file again: without this line they would run it again, too.
+if __name__ == "__main__":
+    # A job that a batch system ends with SIGTERM still has to shut its workers down.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The adapters, one file for each seam between speculators and vLLM."""

@@ -1,0 +1,314 @@
+"""Activation, in this process and in the processes it starts.
+
+Activating only registers import hooks. When one of :data:`BOOTSTRAP` is imported the matrix row is chosen, and when a
+module that an adapter mends is imported the adapter is probed and applied.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import wrapt
+
+from . import settings
+from .adapter import GENERATOR_MODULE, Adapter, Context, Probe, State
+from .errors import CompatError, CompatWarning
+from .patcher import Journal
+
+if TYPE_CHECKING:
+    from .matrix import Selection
+
+#: Set in the environment while active: vLLM's workers activate only if they inherit it.
+MARKER = "SPECULATORS_COMPAT_ACTIVE"
+#: The name of this package's entry point in vLLM's plugin group, as ``VLLM_PLUGINS`` lists it.
+VLLM_PLUGIN = "speculators_compat"
+#: The first imports that can matter. ``transformers`` is here because ``import speculators`` can fail through it.
+BOOTSTRAP = ("transformers", "vllm", "speculators")
+
+
+@dataclass(frozen=True)
+class AdapterStatus:
+    """An adapter's state in this process, and the reason in words."""
+
+    id: str
+    state: State
+    reason: str
+
+
+@dataclass(frozen=True)
+class Status:
+    """What :func:`status` returns.
+
+    Attributes:
+        active: whether the plugin is active in this process.
+        row: the matrix row chosen, in words; empty until vLLM or speculators is imported.
+        way: ``in-process`` or ``engine``; empty likewise.
+        adapters: in the order of application.
+        changes: every attribute changed now, as ``adapter: place``.
+        broken_plugins: third-party plugins left out, with the reason.
+    """
+
+    active: bool
+    row: str
+    way: str
+    adapters: tuple[AdapterStatus, ...]
+    changes: tuple[str, ...]
+    broken_plugins: dict[str, str]
+
+
+@dataclass
+class _Process:
+    """What this process has activated."""
+
+    active: bool = False
+    selection: Selection | None = None
+    way: str = ""
+    error: CompatError | None = None
+    chosen: list[Adapter] = field(default_factory=list)
+    states: dict[str, Probe] = field(default_factory=dict)
+    hooked: set[str] = field(default_factory=set)
+    warned: bool = False
+    journal: Journal = field(default_factory=Journal)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+
+_process = _Process()
+
+
+class _Refuser(MetaPathFinder):
+    """Keeps refusing the generator module after a required adapter could not be applied.
+
+    Otherwise a script that catches the first error and imports again would run unpatched.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname == GENERATOR_MODULE and _process.active and _process.error is not None:
+            raise _process.error
+        return None
+
+
+_refuser = _Refuser()
+
+
+def activate() -> None:
+    """Activate the plugin in this process and in those it starts from now on. Activating twice changes nothing.
+
+    Raises:
+        CompatError: if the generator's module is imported already and a required adapter cannot be applied to it.
+    """
+    with _process.lock:
+        if _process.active:
+            return
+        _process.active = True
+        _process.error = None
+        sys.meta_path.insert(0, _refuser)
+        _process.journal.set_env(MARKER, "1", adapter="activation")
+        listed = os.environ.get("VLLM_PLUGINS")
+        if listed is not None and VLLM_PLUGIN not in listed.split(","):
+            names = [name for name in listed.split(",") if name]
+            _process.journal.set_env("VLLM_PLUGINS", ",".join([*names, VLLM_PLUGIN]), adapter="activation")
+        for module in BOOTSTRAP:
+            _when_imported(module)
+        if any(module in sys.modules for module in BOOTSTRAP):
+            _bootstrap()
+
+
+def deactivate() -> None:
+    """Put back every object that was changed. Generators made before keep working as they were made."""
+    with _process.lock:
+        if not _process.active:
+            return
+        _process.active = False
+        if _refuser in sys.meta_path:
+            sys.meta_path.remove(_refuser)
+        _process.journal.undo()
+        for id, probe in _process.states.items():
+            if probe.state in (State.APPLIED, State.WAITING):
+                _process.states[id] = Probe(State.UNDONE, "deactivate() was called")
+        _process.chosen = []
+        _process.selection = None
+
+
+def status() -> Status:
+    """What is active in this process, adapter by adapter."""
+    broken: dict[str, str] = {}
+    if _process.selection is not None:
+        from .registry import registry
+
+        broken = dict(registry().broken)
+    return Status(
+        active=_process.active,
+        row=_process.selection.reason if _process.selection else "",
+        way=_process.way,
+        adapters=tuple(AdapterStatus(id, probe.state, probe.reason) for id, probe in _process.states.items()),
+        changes=tuple(f"{change.adapter}: {change.where}" for change in _process.journal.changes),
+        broken_plugins=broken,
+    )
+
+
+def _when_imported(module: str) -> None:
+    # wrapt cannot unregister a hook and calls it at once if the module is there already, so each is registered once
+    # and looks at what is active when it fires.
+    if module not in _process.hooked:
+        _process.hooked.add(module)
+        wrapt.register_post_import_hook(_imported, module)
+
+
+def _imported(module: ModuleType) -> None:
+    with _process.lock:
+        if not _process.active:
+            return
+        if module.__name__ in BOOTSTRAP:
+            _bootstrap()
+        else:
+            _apply(module)
+
+
+def _bootstrap() -> None:
+    """Choose the row and its adapters; wait for the modules that they mend."""
+    if _process.selection is not None or _process.error is not None:
+        return
+    from .detect import detect_all
+    from .matrix import load_matrix
+    from .registry import registry
+
+    try:
+        installed = detect_all()
+        for package in ("vllm", "speculators"):
+            if not installed[package].present:
+                return  # nothing to mend in this environment
+            problem = installed[package].problem
+            if problem is not None:
+                raise problem
+        found = registry()
+        matrix = load_matrix(known_adapters=found.adapters)
+        vllm, speculators = installed["vllm"].version, installed["speculators"].version
+        assert vllm is not None and speculators is not None
+        selection = matrix.select(vllm, speculators)
+        forced = settings.forced_way()
+        if selection.cell.status == "unsupported" and forced is None:
+            raise CompatError(
+                "SC301",
+                found=f"vLLM {vllm} with speculators {speculators}",
+                expected="a combination that compat-check --list shows as supported",
+                why=selection.cell.why or "no way to extract hidden states is known for it",
+                mend=selection.cell.mend or "compat-check --list",
+            )
+        untested = not selection.exact or selection.cell.status == "untested"
+        if untested and settings.strict():
+            raise CompatError(
+                "SC303",
+                found=selection.reason,
+                expected="a combination that has been run, because SPECULATORS_COMPAT_STRICT is set",
+                why="adapters would be chosen by resemblance",
+                mend="install a listed vLLM (compat-check --list), or unset SPECULATORS_COMPAT_STRICT",
+            )
+        if untested and not _process.warned:
+            _process.warned = True
+            warnings.warn(f"untested combination: {selection.reason}", CompatWarning, stacklevel=2)
+        _process.selection = selection
+        _process.way = forced or selection.cell.adapter_set or ""
+        ids = matrix.adapter_sets[forced] if forced else selection.cell.adapters
+        others = [a for a in found.adapters.values() if a.id in found.third_party and a.id not in ids]
+        _process.chosen = [found.adapters[id] for id in ids] + [a for a in others if _admits(a, str(vllm))]
+    except CompatError as error:
+        # Not raised here: importing transformers or vLLM alone has nothing to do with extraction.
+        _process.error = error
+    else:
+        _process.states = {a.id: Probe(State.WAITING, f"until {a.trigger} is imported") for a in _process.chosen}
+        for trigger in dict.fromkeys(a.trigger for a in _process.chosen):
+            _when_imported(trigger)
+    _when_imported(GENERATOR_MODULE)
+    for trigger in dict.fromkeys([*(a.trigger for a in _process.chosen), GENERATOR_MODULE]):
+        module = sys.modules.get(trigger)
+        if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
+            _apply(module)
+
+
+def _admits(adapter: Adapter, version: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(adapter.vllm).contains(version, prereleases=True)
+
+
+def _apply(module: ModuleType) -> None:
+    """Apply all adapters that wait for ``module``: all of them, or none."""
+    if module.__name__ == GENERATOR_MODULE and _process.error is not None:
+        raise _process.error
+    from .registry import registry
+    from .surface import LiveSurface
+
+    waiting = [
+        a for a in _process.chosen if a.trigger == module.__name__ and _process.states[a.id].state is State.WAITING
+    ]
+    if not waiting:
+        return
+    context = Context(module, _process.journal, settings.current(), _versions())
+    surface = LiveSurface()
+    try:
+        with _process.journal:
+            for adapter in waiting:
+                if adapter.id not in registry().third_party:
+                    _apply_one(adapter, context, surface)
+    except Exception as error:
+        for adapter in waiting:
+            if _process.states[adapter.id].state is State.APPLIED:
+                _process.states[adapter.id] = Probe(State.UNDONE, "another required adapter could not be applied")
+        _process.error = error if isinstance(error, CompatError) else _failed(error)
+        raise _process.error from error
+    for adapter in waiting:
+        if adapter.id in registry().third_party:
+            try:
+                with _process.journal:
+                    _apply_one(adapter, context, surface)
+            except Exception as error:  # somebody else's adapter must not take the run down
+                _process.states[adapter.id] = Probe(State.FAILED, f"{type(error).__name__}: {error}")
+                warnings.warn(f"adapter {adapter.id} of another package failed: {error}", CompatWarning, stacklevel=2)
+
+
+def _apply_one(adapter: Adapter, context: Context, surface: object) -> None:
+    probe = adapter.probe(surface)  # type: ignore[arg-type]
+    if probe.state is State.DRIFTED and adapter.required:
+        _process.states[adapter.id] = probe
+        raise CompatError(
+            "SC302",
+            found=f"adapter {adapter.id}: {probe.reason}",
+            expected=f"a shape it knows at its seam ({adapter.seam})",
+            why=adapter.why,
+            mend="compat-check --list shows vLLM releases that work; please report this one",
+        )
+    if probe.state is State.APPLIED:
+        try:
+            adapter.apply(context)
+        except Exception as error:
+            _process.states[adapter.id] = Probe(State.FAILED, f"{type(error).__name__}: {error}")
+            raise
+    _process.states[adapter.id] = probe
+
+
+def _failed(error: Exception) -> CompatError:
+    failed = next((id for id, p in _process.states.items() if p.state is State.FAILED), "?")
+    return CompatError(
+        "SC304",
+        found=f"adapter {failed}: {type(error).__name__}: {error}",
+        expected="every required adapter applied",
+        why="a half-patched library could return wrong hidden states, so every change was undone",
+        mend="compat-check shows the versions; please report the traceback above with its output",
+    )
+
+
+def _versions() -> dict[str, str]:
+    from .detect import detect_all
+
+    return {name: str(found.version) for name, found in detect_all().items() if found.version is not None}

@@ -1,0 +1,133 @@
+"""The only module that changes attributes of other packages.
+
+Every change goes into a :class:`Journal`, so that it can be listed and undone to the very same object.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from .errors import CompatWarning
+
+_ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "<absent>"})()
+
+
+@dataclass
+class Change:
+    """One attribute (or environment variable, or module entry) that was replaced."""
+
+    adapter: str
+    where: str
+    undo: Callable[[], bool]
+
+
+@dataclass
+class Journal:
+    """An undo log. Use as a context manager to make a group of changes all-or-nothing."""
+
+    changes: list[Change] = field(default_factory=list)
+    _marks: list[int] = field(default_factory=list, repr=False)
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+
+    def replace(self, owner: Any, name: str, value: Any, *, adapter: str) -> None:
+        """Set ``owner.name``; ``undo`` restores the former object, or deletes the name if ``owner`` did not define it."""
+        with self._lock:
+            former = vars(owner).get(name, _ABSENT)
+            setattr(owner, name, value)
+            kept = vars(owner).get(name, _ABSENT)
+
+            def undo() -> bool:
+                if vars(owner).get(name, _ABSENT) is not kept:
+                    return False
+                if former is _ABSENT:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, former)
+                return True
+
+            self.changes.append(Change(adapter, _label(owner, name), undo))
+
+    def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any], *, adapter: str) -> None:
+        """Put a :class:`wrapt.FunctionWrapper` around ``owner.name``.
+
+        Args:
+            wrapper: called as ``wrapper(wrapped, instance, args, kwargs)``.
+        """
+        import wrapt
+
+        # Through __dict__ where there is one, so that static methods and the like stay what they are.
+        former = vars(owner)[name] if name in vars(owner) else getattr(owner, name)
+        self.replace(owner, name, wrapt.FunctionWrapper(former, wrapper), adapter=adapter)
+
+    def add_module(self, name: str, module: ModuleType, *, adapter: str) -> None:
+        """Enter a module that the package does not have into :data:`sys.modules`."""
+        with self._lock:
+            sys.modules[name] = module
+
+            def undo() -> bool:
+                return sys.modules.pop(name, None) is module
+
+            self.changes.append(Change(adapter, f"sys.modules[{name!r}]", undo))
+
+    def set_env(self, name: str, value: str, *, adapter: str) -> None:
+        """Set an environment variable, which child processes inherit."""
+        with self._lock:
+            former = os.environ.get(name)
+            os.environ[name] = value
+
+            def undo() -> bool:
+                if os.environ.get(name) != value:
+                    return False
+                if former is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = former
+                return True
+
+            self.changes.append(Change(adapter, f"os.environ[{name!r}]", undo))
+
+    def undo(self, down_to: int = 0) -> list[str]:
+        """Undo the changes after the first ``down_to``, last first.
+
+        Returns:
+            The places left alone because somebody else has changed them since; one warning names them.
+        """
+        left = []
+        with self._lock:
+            while len(self.changes) > down_to:
+                change = self.changes.pop()
+                if not change.undo():
+                    left.append(change.where)
+        if left:
+            warnings.warn(
+                f"left as they are, because they were changed again after speculators_compat: {', '.join(left)}",
+                CompatWarning,
+                stacklevel=3,
+            )
+        return left
+
+    def __enter__(self) -> Journal:
+        self._lock.acquire()
+        self._marks.append(len(self.changes))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        mark = self._marks.pop()
+        try:
+            if kind is not None:
+                self.undo(down_to=mark)
+        finally:
+            self._lock.release()
+
+
+def _label(owner: Any, name: str) -> str:
+    module = getattr(owner, "__module__", None) if not isinstance(owner, ModuleType) else None
+    own = getattr(owner, "__qualname__", None) or getattr(owner, "__name__", None) or type(owner).__name__
+    return f"{module + ':' if module else ''}{own}.{name}"

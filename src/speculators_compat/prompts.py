@@ -1,0 +1,107 @@
+"""Checks and normalises what is passed to ``VllmHiddenStatesGenerator``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .errors import InputError
+
+log = logging.getLogger("speculators_compat")
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+
+
+def check_model(model: str, load_format: str | None = None) -> None:
+    """Refuse a model folder without config or weights; names on the hub are left to vLLM.
+
+    Raises:
+        InputError: SC405.
+    """
+    folder = Path(model)
+    looks_local = model.startswith(("/", ".", "~")) or model.count("/") > 1
+    if not folder.is_dir():
+        if looks_local:
+            _bad_model(f"{model} is not a folder")
+        return
+    if not (folder / "config.json").is_file() and not (folder / "params.json").is_file():
+        _bad_model(f"{model} has no config.json")
+    if load_format not in ("dummy", "sharded_state", "runai_streamer") and not any(
+        any(folder.glob(pattern)) for pattern in WEIGHTS
+    ):
+        _bad_model(f"{model} has no weights ({', '.join(WEIGHTS)})")
+
+
+def _bad_model(found: str) -> None:
+    raise InputError(
+        "SC405",
+        found=found,
+        expected="a model folder with config.json and weights, or a name on the hub",
+        why="vLLM would fail after starting its workers",
+        mend="pass the folder that holds config.json and the weight files",
+    )
+
+
+def check_layer_ids(layer_ids: Sequence[Any], num_layers: int) -> list[int]:
+    """Layer ids as given, checked; order and duplicates are kept.
+
+    Args:
+        layer_ids: id ``k`` is the state that leaves decoder layer ``k``, counting from 0.
+        num_layers: decoder layers in the target model.
+
+    Raises:
+        InputError: SC406.
+    """
+    wrong = [k for k in layer_ids if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k < num_layers]
+    if wrong or not layer_ids:
+        raise InputError(
+            "SC406",
+            found=f"layer ids {wrong} in {list(layer_ids)}" if layer_ids else "an empty list of layer ids",
+            expected=f"integers from 0 to {num_layers - 1} (id k is the state that leaves decoder layer k)",
+            why=f"the target model has {num_layers} decoder layers",
+            mend="EAGLE-3 and vLLM count boundaries: boundary k is layer id k - 1 here",
+        )
+    if len(set(layer_ids)) < len(layer_ids):
+        log.warning("layer ids %s hold duplicates; each is returned as often as it is named", list(layer_ids))
+    return list(layer_ids)
+
+
+def check_prompts(token_ids: Any, *, vocab_size: int, max_tokens: int) -> list[list[int]]:
+    """Prompts as lists of ints; those longer than ``max_tokens`` are cut, as speculators does, and counted in the log.
+
+    Args:
+        token_ids: a list of lists of ints (or of 1-D tensors), or a 2-D tensor.
+
+    Raises:
+        InputError: SC407 naming the first prompt that cannot be used.
+    """
+    prompts = token_ids.tolist() if hasattr(token_ids, "tolist") else list(token_ids)
+    if not prompts:
+        _bad_prompt("an empty list of prompts", "at least one prompt", "remove the call, or check the data file")
+    checked = []
+    cut = 0
+    for index, prompt in enumerate(prompts):
+        ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        if not isinstance(ids, (list, tuple)):
+            _bad_prompt(f"prompt {index} is a {type(ids).__name__}", "a list of token ids", "tokenize it first")
+        if not ids:
+            _bad_prompt(f"prompt {index} is empty", "at least one token", "leave it out")
+        for position, token in enumerate(ids):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+                _bad_prompt(
+                    f"prompt {index} has {token!r} at position {position}",
+                    f"token ids from 0 to {vocab_size - 1}, the target model's vocabulary",
+                    "tokenize with the target model's own tokenizer",
+                )
+        cut += len(ids) > max_tokens
+        checked.append(list(ids[:max_tokens]))
+    if cut:
+        log.warning("%d of %d prompts were cut to %d tokens (max_model_len - 1)", cut, len(checked), max_tokens)
+    return checked
+
+
+def _bad_prompt(found: str, expected: str, mend: str) -> None:
+    raise InputError(
+        "SC407", found=found, expected=expected, why="the target model cannot compute states for it", mend=mend
+    )

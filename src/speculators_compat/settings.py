@@ -1,0 +1,111 @@
+"""The user's settings: environment variables, or :func:`configure`, which wins.
+
+=============================== ==================================================================
+``SPECULATORS_COMPAT``          ``0`` or ``off``: importing the package changes nothing
+``SPECULATORS_COMPAT_STRICT``   ``1``: refuse combinations that the matrix does not list
+``SPECULATORS_COMPAT_WAY``      ``in-process`` or ``engine``: overrides the way that the matrix picks
+``SPECULATORS_COMPAT_VLLM_ARGS`` JSON object of vLLM arguments, for example ``{"dtype": "float32"}``
+=============================== ==================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import CompatError
+
+OFF_SWITCH = "SPECULATORS_COMPAT"
+STRICT = "SPECULATORS_COMPAT_STRICT"
+WAY = "SPECULATORS_COMPAT_WAY"
+VLLM_ARGS = "SPECULATORS_COMPAT_VLLM_ARGS"
+WAYS = ("in-process", "engine")
+
+
+@dataclass
+class Settings:
+    """See :func:`configure`."""
+
+    vllm_args: dict[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = True
+
+
+_configured: dict[str, Any] = {}
+
+
+def configure(*, vllm_args: Mapping[str, Any] | None = None) -> None:
+    """Give vLLM arguments that ``VllmHiddenStatesGenerator``'s signature has no place for.
+
+    They apply to generators made from now on, and replace those of an earlier call.
+
+    Args:
+        vllm_args: names as on vLLM's command line with underscores (``dtype``, ``kv_cache_dtype``, ``max_num_seqs``,
+            ``enable_expert_parallel``, ``distributed_executor_backend``, ...). vLLM's own config classes validate the
+            values; an unknown name is refused when the generator is made. ``trust_remote_code=False`` is obeyed for
+            the config and the tokenizer too.
+
+    Raises:
+        CompatError: SC401 if ``vllm_args`` is not a mapping with string keys.
+    """
+    _configured["vllm_args"] = _checked(vllm_args or {}, "configure(vllm_args=...)")
+
+
+def current() -> Settings:
+    """The settings in force."""
+    args = _configured.get("vllm_args")
+    if args is None:
+        text = os.environ.get(VLLM_ARGS, "")
+        try:
+            args = _checked(json.loads(text) if text.strip() else {}, VLLM_ARGS)
+        except json.JSONDecodeError as error:
+            raise CompatError(
+                "SC401",
+                found=f"{VLLM_ARGS}={text!r} ({error})",
+                expected="a JSON object",
+                why="the vLLM arguments in it would be lost",
+                mend=f"""export {VLLM_ARGS}='{{"dtype": "float32"}}'""",
+            ) from None
+    return Settings(vllm_args=dict(args), trust_remote_code=bool(args.get("trust_remote_code", True)))
+
+
+def _checked(args: Any, source: str) -> dict[str, Any]:
+    if not isinstance(args, Mapping) or not all(isinstance(key, str) for key in args):
+        raise CompatError(
+            "SC401",
+            found=f"{source} holds {type(args).__name__} {args!r:.80}",
+            expected="an object that maps argument names to values",
+            why="the vLLM arguments in it would be lost",
+            mend='pass for example {"dtype": "float32", "max_num_seqs": 64}',
+        )
+    return dict(args)
+
+
+def switched_off() -> bool:
+    """Whether the off switch is set."""
+    return os.environ.get(OFF_SWITCH, "").strip().lower() in ("0", "off", "false", "no")
+
+
+def strict() -> bool:
+    """Whether unlisted combinations are refused."""
+    return os.environ.get(STRICT, "").strip().lower() in ("1", "on", "true", "yes")
+
+
+def forced_way() -> str | None:
+    """The way set by the environment, or ``None``.
+
+    Raises:
+        CompatError: SC402 for a way that does not exist.
+    """
+    way = os.environ.get(WAY, "").strip()
+    if way and way not in WAYS:
+        raise CompatError(
+            "SC402",
+            found=f"{WAY}={way!r}",
+            expected=" or ".join(WAYS),
+            why="the plugin cannot tell how you want vLLM to be driven",
+            mend=f"unset {WAY}",
+        )
+    return way or None
