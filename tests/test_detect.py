@@ -43,9 +43,7 @@ def make_dist(
     info.mkdir(parents=True)
     if version is not None:
         # The description holds a line that looks like a header.
-        text = (
-            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n\nVersion: 9.9.9 is what we aim at\n"
-        )
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n\nVersion: 9.9.9 is the aim\n"
         (info / ("METADATA" if suffix == ".dist-info" else "PKG-INFO")).write_text(text)
     if record is not None:
         (info / "RECORD").write_text("".join(f"{path},sha256=x,1\n" for path in record))
@@ -400,9 +398,7 @@ def test_stub_in_sys_modules(site: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert detect("vllm").version == Version("0.16.0")
 
 
-def test_current_folder_and_missing_folders(
-    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_current_and_missing_folders(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(site, "vllm", "0.16.0")
     monkeypatch.chdir(site)
     monkeypatch.setattr(sys, "path", ["", str(tmp_path / "nothing"), str(tmp_path / "some.zip")])

@@ -1,4 +1,4 @@
-"""The matrix: the shipped file is valid, every fault of an edited one is named, versions lead to their row."""
+"""The matrix: the shipped file is valid, every fault of an edited one is named, versions get their row."""
 
 from __future__ import annotations
 

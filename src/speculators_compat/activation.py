@@ -171,8 +171,7 @@ def _imported(module: ModuleType) -> None:
             return
         if module.__name__ in BOOTSTRAP:
             _bootstrap()
-        else:
-            _apply(module)
+        _apply(module)
 
 
 def _bootstrap() -> None:

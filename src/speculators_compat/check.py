@@ -280,12 +280,16 @@ def run_check(
 
 
 def broken_report(error: Exception) -> Report:
-    """The report for an exception that the check has no answer for (SC901)."""
-    found = f"{type(error).__name__}: {error}"
+    """The report for an exception that ended the check: an error of this package, or else SC901."""
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    mend = "run compat-check --debug, and report the traceback"
-    why = "whether the extraction would work is not known"
-    return Report({}, None, "", (), (Finding("SC901", "broken", "compat-check", found, why, mend, trace),))
+    if isinstance(error, CompatError):
+        finding = Finding(error.id, "broken", "compat-check", error.found, error.why, error.mend, trace)
+    else:
+        found = f"{type(error).__name__}: {error}"
+        why = "whether the extraction would work is not known"
+        mend = "run compat-check --debug, and report the traceback"
+        finding = Finding("SC901", "broken", "compat-check", found, why, mend, trace)
+    return Report({}, None, "", (), (finding,))
 
 
 def _from_error(error: CompatError, level: str, subject: str) -> Finding:

@@ -367,14 +367,21 @@ def _explain(id: str, as_json: bool) -> int:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Join lines that were broken for the source file; indented lines are commands and stay as they are."""
+    """Undo the line breaks that were made for the source file's width.
+
+    Breaks stay after a line wider than that, before the mend, and around indented lines, which are commands.
+    """
     out: list[str] = []
+    last = ""
     for line in text.splitlines():
-        begins = not out or line.startswith(("  ", "Mend:")) or out[-1].startswith("  ")
-        if begins:
-            out.append(line)
-        else:
+        soft = (
+            last and len(last) <= 100 and not last.startswith("  ") and not line.startswith(("  ", "Mend:"))
+        )
+        if soft:
             out[-1] += f" {line}"
+        else:
+            out.append(line)
+        last = line
     return out
 
 

@@ -252,6 +252,19 @@ CATALOG: dict[str, ErrorInfo] = {
         "undone: a half-patched library could return wrong hidden states.\n"
         "This is a defect: please report it with the traceback and the output of compat-check.",
     ),
+    "SC305": ErrorInfo(
+        "A removed transformers function was called",
+        "speculators 0.3 and 0.4 import transformers.modeling_attn_mask_utils for their first-generation EAGLE model. "
+        "transformers 5.2 removed it; extraction does not need it, so a stand-in lets the import pass. Training that "
+        "model does need it.\n"
+        "Train in an environment with transformers 4.",
+    ),
+    "SC306": ErrorInfo(
+        "A vLLM function that is gone was called",
+        "The generator's module imports private helpers that this vLLM no longer has. Stand-ins let the import pass; "
+        "through vLLM's public engine they are never called.\n"
+        "Unset SPECULATORS_COMPAT_WAY, or report the traceback.",
+    ),
     "SC401": ErrorInfo(
         "vLLM arguments are not an object",
         "Arguments for vLLM are given by speculators_compat.configure(vllm_args={...}) or, as JSON, by the environment "

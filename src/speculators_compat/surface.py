@@ -11,7 +11,9 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import importlib.util
 import inspect
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +48,8 @@ class Surface(Protocol):
     """Looks up names; ``None`` means that the name does not exist."""
 
     def has(self, name: str) -> bool: ...
+
+    def has_module(self, module: str) -> bool: ...
 
     def parameters(self, name: str) -> Parameters | None: ...
 
@@ -123,6 +127,9 @@ class SourceSurface:
     def has(self, name: str) -> bool:
         return self._find(name) is not None
 
+    def has_module(self, module: str) -> bool:
+        return self._tree(module) is not None
+
     def parameters(self, name: str) -> Parameters | None:
         node = self._find(name)
         if isinstance(node, ast.ClassDef):
@@ -150,6 +157,10 @@ class LiveSurface:
 
     def has(self, name: str) -> bool:
         return self._find(name) is not None
+
+    def has_module(self, module: str) -> bool:
+        # Not imported: a probe for transformers must not import half of it.
+        return module in sys.modules or importlib.util.find_spec(module) is not None
 
     def parameters(self, name: str) -> Parameters | None:
         obj = self._find(name)
