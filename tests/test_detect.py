@@ -211,7 +211,7 @@ def test_unusable_version_in_metadata(site: Path, version: str) -> None:
     assert repr(version) in str(found.problem)
 
 
-@pytest.mark.parametrize("version", ["0.1.0", "0.1.dev1+gabc1234"])
+@pytest.mark.parametrize("version", ["0.1", "0.1.0", "0.1.dev1+gabc1234"])
 def test_placeholder_is_told_from_an_old_release(site: Path, version: str) -> None:
     install(site, "vllm", version)
     assert (detect("vllm").version is None) == ("dev" in version)
@@ -301,6 +301,17 @@ def test_editable_plugin_beside_the_tree_is_no_provider(
     monkeypatch.setattr(sys, "path", [str(site), str(tree)])
     found = detect("vllm")
     assert (found.distribution, found.raw_version) == (None, "0.16.0")
+
+
+def test_editable_install_under_another_name(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = tmp_path / "tree"
+    make_package(tree, "vllm")
+    make_dist(site, "acme-inference", "0.16.0", record=[], top_level="vllm\n", editable=tree)
+    monkeypatch.setattr(sys, "path", [str(site), str(tree)])
+    found = detect("vllm")
+    assert (found.distribution, found.raw_version, found.problem) == ("acme-inference", "0.16.0", None)
 
 
 def test_develop_install_with_egg_info_only(site: Path) -> None:

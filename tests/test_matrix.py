@@ -106,6 +106,15 @@ def test_order_of_rows_in_the_file_does_not_matter(good: Matrix, tmp_path: Path)
     assert [row.vllm for row in turned.rows] == [row.vllm for row in good.rows]
 
 
+def test_order_of_lines_in_the_file_does_not_matter(good: Matrix, tmp_path: Path) -> None:
+    first = '  "0.3": {speculators: ">=0.3,<0.4"}\n'
+    last = '  "0.5+": {speculators: ">=0.5,<0.10"}\n'
+    assert GOOD.index(first) < GOOD.index(last)
+    turned = load(tmp_path, GOOD.replace(first, "").replace(last, last + first))
+    assert list(turned.lineages) == ["0.3", "0.4", "0.5+"]
+    assert turned == good
+
+
 def test_adapter_ids_are_checked_only_against_known_ones(tmp_path: Path) -> None:
     assert load(tmp_path, GOOD, None).adapter_sets["engine"] == ("alpha", "gamma")
 

@@ -4,10 +4,16 @@ Forward hooks on the decoder layers see what each layer really returned; the mod
 a step are attributed to requests by the model runner's batch order, and every row's token id is compared with the
 prompt's, so that a wrong order cannot go unnoticed. Rows are stored by their position in the prompt, so chunked prefill
 and preemption need no special care: whatever is computed again lands in the same place.
+
+On CUDA each layer's state is written to a staging buffer and copied to pinned shared memory on a stream of its own, while
+the next layers are computed; a thread waits for the copies, looks at the checks and tells the caller. The device memory
+taken is ``captured layers * max_num_batched_tokens * hidden size * bytes``, whatever the prompts.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,12 +54,21 @@ class _Span:
 
 @dataclass
 class _Step:
-    """One forward pass."""
+    """One forward pass.
+
+    Attributes:
+        extremes: (captured layers, spans), the largest absolute value of each piece; NaN if there is one in it.
+        tokens: the token ids that the engine computed, if it says.
+    """
 
     scheduled: dict[str, int]
     computed: dict[str, int]
+    ended: tuple[str, ...]
     spans: list[_Span] | None = None
-    states: dict[int, torch.Tensor] = field(default_factory=dict)
+    seen: set[int] = field(default_factory=set)
+    extremes: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
+    copied: torch.cuda.Event | None = None
 
 
 class Capture:
@@ -65,18 +80,32 @@ class Capture:
         layer_ids: indices into ``layers``, ascending and without duplicates. State ``k`` is what leaves decoder layer
             ``k`` with the residual added: transformers' ``hidden_states[k + 1]``, except that for the last layer it is
             the state *before* the final norm.
-        sender: makes the buffers.
+        depot: folder of the caller's :class:`~speculators_compat.handover.Depot`.
+        max_tokens: the most tokens that one step computes.
     """
 
-    def __init__(self, runner: Any, layers: torch.nn.ModuleList, layer_ids: list[int], sender: Sender) -> None:
+    def __init__(
+        self, runner: Any, layers: torch.nn.ModuleList, layer_ids: list[int], depot: str, max_tokens: int
+    ) -> None:
         self._runner = runner
         self._ids = layer_ids
-        self._sender = sender
+        self._max_tokens = max_tokens
         self._requests: dict[str, _Request] = {}
+        self._lock = threading.Lock()
         self._step: _Step | None = None
         self._batch: Any = None  # the step's batch as model runner V2 prepares it
-        self._error: CompatError | None = None
-        self._handles = [layers[k].register_forward_hook(self._hook(k)) for k in layer_ids]
+        self._failed = False
+        self._cuda = torch.device(runner.device).type == "cuda"
+        self._staging: dict[int, torch.Tensor] = {}
+        self._read: dict[int, torch.cuda.Event] = {}
+        self._steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
+        if self._cuda:
+            self._stream = torch.cuda.Stream()
+            self._sender = Sender(depot, pin=_pin, unpin=_unpin)
+            threading.Thread(target=self._finish_steps, name="speculators_compat capture", daemon=True).start()
+        else:
+            self._sender = Sender(depot)
+        self._handles = [layers[k].register_forward_hook(self._hook(i, k)) for i, k in enumerate(layer_ids)]
         self._journal = Journal()
         self._journal.wrap(runner, "execute_model", self._execute_model, adapter="capture")
         if not hasattr(runner, "input_batch"):  # model runner V2 lays out a new batch in every step
@@ -87,9 +116,21 @@ class Capture:
         for handle in self._handles:
             handle.remove()
         self._journal.undo()
+        self._steps.put(None)
+        self._sender.close()
+
+    def reset(self) -> None:
+        """Forget all requests."""
+        with self._lock:
+            for request in self._requests.values():
+                if request.parcel is not None:
+                    self._sender.release(request.parcel)
+            self._requests.clear()
+            self._failed = False
 
     def _execute_model(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._begin(args[0] if args else kwargs["scheduler_output"])
+        dummy = kwargs.get("dummy_run") or (len(args) > 2 and args[2])
+        self._begin(None if dummy else args[0] if args else kwargs["scheduler_output"])
         output = wrapped(*args, **kwargs)
         self._end()
         return output
@@ -98,87 +139,73 @@ class Capture:
         self._batch = wrapped(*args, **kwargs)
         return self._batch
 
-    def reset(self) -> None:
-        """Forget all requests."""
-        self._requests.clear()
-        self._error = None
-
     def _begin(self, scheduler_output: Any) -> None:
-        """A step begins; ``scheduler_output`` is vLLM's ``SchedulerOutput``."""
         self._step = self._batch = None
-        if not scheduler_output.total_num_scheduled_tokens:
+        if scheduler_output is None:
             return
         computed = {}
         for new in scheduler_output.scheduled_new_reqs:
-            # A request with embeddings instead of tokens has no token ids to check against.
-            self._requests.setdefault(new.req_id, _Request(list(new.prompt_token_ids or ())))
+            with self._lock:
+                # A request of embeddings has no token ids, and no states are promised for it.
+                self._requests.setdefault(new.req_id, _Request(list(new.prompt_token_ids or ())))
             computed[new.req_id] = new.num_computed_tokens
         cached = scheduler_output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        self._step = _Step(dict(scheduler_output.num_scheduled_tokens), computed)
+        ended = tuple(scheduler_output.finished_req_ids)
+        step = _Step(dict(scheduler_output.num_scheduled_tokens), computed, ended)
+        if scheduler_output.total_num_scheduled_tokens:
+            self._step = step
+        elif ended:
+            self._queue(step)
 
     def _end(self) -> None:
-        """The step's forward pass is over: store its rows."""
         step, self._step = self._step, None
-        if step is None or self._error is not None:
+        if step is None or self._failed:
             return
         try:
-            self._store(step)
-        except CompatError as error:
-            # Raising here would take the worker down with the model in it; the caller is told when it asks.
-            self._error = error
+            if len(step.seen) < len(self._ids):
+                missing = sorted(set(self._ids) - step.seen)
+                raise CompatError(
+                    "SC502",
+                    found=f"decoder layers {missing} ran without their forward hooks",
+                    expected="each decoder layer called as a module",
+                    why="their states cannot be seen",
+                    mend="keep enforce_eager on: a compiled model or a replayed CUDA graph runs no hooks",
+                )
+            if self._cuda:
+                with torch.cuda.stream(self._stream):
+                    step.extremes = _to_pinned(step.extremes)
+                    step.tokens = _to_pinned(step.tokens)
+                    step.copied = torch.cuda.Event()
+                    step.copied.record()
+            self._queue(step)
+        except Exception as error:
+            self._fail(error)
 
-    def take(self, ids: list[str]) -> dict[str, Parcel]:
-        """Parcels of finished requests, which are then forgotten.
-
-        Raises:
-            CompatError: SC503 if positions are missing, or whatever went wrong while capturing.
-        """
-        if self._error is not None:
-            raise self._error
-        # vLLM's engine makes ids unique by a suffix, "ID-1a2b3c4d".
-        inner = {id.rpartition("-")[0]: id for id in self._requests}
-        parcels = {}
-        for id in ids:
-            request = self._requests.pop(id, None) or self._requests.pop(inner.get(id, ""), None)
-            if request is None or request.parcel is None:
-                found = "no states at all"
-            elif request.missing():
-                found = f"no states for {request.missing()} of {len(request.prompt)} tokens"
-            else:
-                parcels[id] = request.parcel
-                continue
-            raise CompatError(
-                "SC503",
-                found=f"request {id}: {found}",
-                expected="a state for every prompt token",
-                why="states that are too short would be paired with the wrong loss mask",
-                mend="leave enable_prefix_caching off: tokens found in the prefix cache are not computed again",
-            )
-        return parcels
-
-    def _hook(self, layer_id: int) -> Any:
+    def _hook(self, index: int, layer_id: int) -> Any:
         def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
             step = self._step
-            if step is None or self._error is not None:
+            if step is None or self._failed:
                 return  # a profiling or warm-up pass
             try:
                 if step.spans is None:
-                    step.spans = self._spans(step)
-                step.states[layer_id] = left_layer(output)
-            except CompatError as error:
-                self._error = error
+                    step.spans, step.tokens = self._layout(step)
+                self._store(step, index, output)
+                step.seen.add(layer_id)
+            except Exception as error:
+                # Raising here would take the worker down with the model in it; the caller is told instead.
+                self._fail(error)
 
         return hook
 
-    def _spans(self, step: _Step) -> list[_Span]:
+    def _layout(self, step: _Step) -> tuple[list[_Span], torch.Tensor | None]:
         """Which rows are whose. Called inside the forward pass, when the runner's batch order is final."""
         if self._batch is not None:
-            order, token_ids = list(self._batch.req_ids), getattr(self._batch, "input_ids", None)
+            order, tokens = list(self._batch.req_ids), getattr(self._batch, "input_ids", None)
         else:
             order = [id for id in self._runner.input_batch.req_ids if id in step.scheduled]
-            buffer = getattr(self._runner, "input_ids", None)
-            token_ids = getattr(buffer, "cpu", buffer)
+            tokens = getattr(self._runner, "input_ids", None)
+            tokens = getattr(tokens, "cpu", None) if hasattr(tokens, "np") else tokens
         if set(order) != set(step.scheduled):
             raise CompatError(
                 "SC505",
@@ -196,73 +223,134 @@ class Capture:
                 if wanted > 0:
                     spans.append(_Span(id, row, position, wanted))
             row += count
-        if isinstance(token_ids, torch.Tensor):
-            self._check_tokens(spans, token_ids)
-        return spans
+        # The runner prepares the next step in the same buffers.
+        return spans, tokens[:row].clone() if isinstance(tokens, torch.Tensor) else None
 
-    def _check_tokens(self, spans: list[_Span], token_ids: torch.Tensor) -> None:
-        seen = token_ids[: max((s.row + s.count for s in spans), default=0)].tolist()
-        for span in spans:
-            prompt = self._requests[span.id].prompt
-            if seen[span.row : span.row + span.count] != prompt[span.position : span.position + span.count]:
-                raise CompatError(
-                    "SC506",
-                    found=f"request {span.id}: the engine computed other tokens at rows {span.row}..{span.row + span.count - 1}",
-                    expected=f"the prompt's tokens from position {span.position} on",
-                    why="the states in those rows belong to another request",
-                    mend="report this vLLM version; SPECULATORS_COMPAT_WAY=engine may work",
-                )
-
-    def _store(self, step: _Step) -> None:
-        absent = [k for k in self._ids if k not in step.states]
-        if absent:
+    def _store(self, step: _Step, index: int, output: Any) -> None:
+        hidden, residual = left_layer(output)
+        spans = step.spans or []
+        rows = max((span.row + span.count for span in spans), default=0)
+        if hidden.shape[0] < rows:
             raise CompatError(
-                "SC502",
-                found=f"decoder layers {absent} ran without their forward hooks",
-                expected="each decoder layer called as a module",
-                why="their states cannot be seen",
-                mend="keep enforce_eager on: a compiled model or a replayed CUDA graph runs no hooks",
+                "SC507",
+                found=f"decoder layer {self._ids[index]} returned {hidden.shape[0]} rows",
+                expected=f"at least {rows}",
+                why="each rank computed only a part of the tokens (sequence parallelism or micro-batches)",
+                mend="leave sequence parallelism and dual-batch overlap off",
             )
-        for span in step.spans or ():
-            request = self._requests[span.id]
-            for index, layer_id in enumerate(self._ids):
-                rows = step.states[layer_id][span.row : span.row + span.count]
-                if rows.shape[0] != span.count:
-                    raise CompatError(
-                        "SC507",
-                        found=f"decoder layer {layer_id} returned {step.states[layer_id].shape[0]} rows",
-                        expected=f"at least {span.row + span.count}",
-                        why="each rank computed only a part of the tokens (sequence parallelism or micro-batches)",
-                        mend="leave sequence parallelism and dual-batch overlap off",
-                    )
-                if request.buffer is None:
-                    shape = (len(self._ids), len(request.prompt), rows.shape[-1])
-                    request.buffer, request.parcel = self._sender.buffer(shape, rows.dtype)
-                request.buffer[index, span.position : span.position + span.count].copy_(rows)
-            request.done.append((span.position, span.position + span.count))
+        if not spans:
+            return
+        if step.extremes is None:
+            step.extremes = torch.zeros(len(self._ids), len(spans), dtype=hidden.dtype, device=hidden.device)
+        if not self._cuda:
+            for number, span in enumerate(spans):
+                piece = slice(span.row, span.row + span.count)
+                target = self._target(span, hidden)[index, span.position : span.position + span.count]
+                if residual is None:
+                    target.copy_(hidden[piece])
+                elif target.device == hidden.device:
+                    torch.add(hidden[piece], residual[piece], out=target)
+                else:
+                    target.copy_(hidden[piece] + residual[piece])
+                torch.linalg.vector_norm(target, ord=float("inf"), out=step.extremes[index, number])
+            return
+        staging = self._staging.get(index)
+        if staging is None or staging.dtype != hidden.dtype:
+            staging = self._staging[index] = hidden.new_empty(max(self._max_tokens, rows), hidden.shape[-1])
+            self._read[index] = torch.cuda.Event()
+        compute = torch.cuda.current_stream()
+        compute.wait_event(self._read[index])  # the last step's copies out of it
+        if residual is None:
+            staging[:rows].copy_(hidden[:rows])
+        else:
+            torch.add(hidden[:rows], residual[:rows], out=staging[:rows])
+        self._stream.wait_stream(compute)
+        with torch.cuda.stream(self._stream):
+            for number, span in enumerate(spans):
+                piece = staging[span.row : span.row + span.count]
+                target = self._target(span, hidden)[index, span.position : span.position + span.count]
+                target.copy_(piece, non_blocking=True)
+                torch.linalg.vector_norm(piece, ord=float("inf"), out=step.extremes[index, number])
+            self._read[index].record()
+
+    def _target(self, span: _Span, like: torch.Tensor) -> torch.Tensor:
+        request = self._requests[span.id]
+        if request.buffer is None:
+            shape = (len(self._ids), len(request.prompt), int(like.shape[-1]))
+            request.buffer, request.parcel = self._sender.buffer(span.id, shape, like.dtype)
+        return request.buffer
+
+    def _queue(self, step: _Step) -> None:
+        if self._cuda:
+            self._steps.put(step)
+        else:
+            self._finish(step)
+
+    def _finish_steps(self) -> None:
+        while (step := self._steps.get()) is not None:
+            try:
+                self._finish(step)
+            except Exception as error:
+                self._fail(error)
+
+    def _finish(self, step: _Step) -> None:
+        """The step's rows are in shared memory: check them, and send the requests that are complete."""
+        if step.copied is not None:
+            step.copied.synchronize()
+        tokens = step.tokens.tolist() if step.tokens is not None else None
+        extremes = step.extremes.tolist() if step.extremes is not None else []
+        with self._lock:
+            for number, span in enumerate(step.spans or ()):
+                request = self._requests.get(span.id)
+                if request is None:
+                    continue  # reset in the meantime
+                if tokens is not None:
+                    _check_tokens(span, tokens, request.prompt)
+                for layer_id, row in zip(self._ids, extremes, strict=True):
+                    _check_values(span, layer_id, row[number])
+                request.done.append((span.position, span.position + span.count))
+                if not request.missing() and request.parcel is not None:
+                    del self._requests[span.id]
+                    self._sender.send(request.parcel)
+            for id in step.ended:
+                request = self._requests.pop(id, None)
+                if request is not None and request.prompt:
+                    _unfinished(id, request)
+
+    def _fail(self, error: Exception) -> None:
+        self._failed = True
+        if not isinstance(error, CompatError):
+            error = CompatError(
+                "SC514",
+                found=f"{type(error).__name__}: {error}",
+                expected="no error while capturing",
+                why="the states of this step are lost",
+                mend="report this with the versions that compat-check prints",
+            )
+        self._sender.fail(error)
 
 
-def left_layer(output: Any) -> torch.Tensor:
-    """The residual stream after a decoder layer, from what its forward returned.
+def left_layer(output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What a decoder layer returned, as two addends of the residual stream (the second may be absent).
 
     vLLM's layers return ``(hidden_states, residual)`` where the next layer's fused norm adds the two (the add is the
     same as in ``fused_add_rms_norm``), ``(hidden_states, None)``, or ``hidden_states`` alone.
 
     Returns:
-        A new tensor of shape (rows, hidden size): later in-place changes by the model do not reach it.
+        Tensors of shape (rows, hidden size), the layer's own: they must be read before the model goes on.
 
     Raises:
         CompatError: SC508 for any other kind of output.
     """
     if isinstance(output, torch.Tensor):
-        return output.clone()
+        return output, None
     if isinstance(output, (tuple, list)) and output and isinstance(output[0], torch.Tensor):
         hidden = output[0]
         residual = output[1] if len(output) > 1 else None
         if residual is None:
-            return hidden.clone()
+            return hidden, None
         if isinstance(residual, torch.Tensor) and residual.shape == hidden.shape and len(output) == 2:
-            return hidden + residual
+            return hidden, residual
     kinds = [type(o).__name__ for o in output] if isinstance(output, (tuple, list)) else type(output).__name__
     raise CompatError(
         "SC508",
@@ -271,3 +359,54 @@ def left_layer(output: Any) -> torch.Tensor:
         why="which of these is the residual stream would be a guess",
         mend="report the model's architecture",
     )
+
+
+def _check_tokens(span: _Span, tokens: list[int], prompt: list[int]) -> None:
+    if tokens[span.row : span.row + span.count] != prompt[span.position : span.position + span.count]:
+        raise CompatError(
+            "SC506",
+            found=f"request {span.id}: other tokens at rows {span.row} to {span.row + span.count - 1} of the step",
+            expected=f"the prompt's tokens from position {span.position} on",
+            why="the states in those rows belong to another request",
+            mend="report this vLLM version; SPECULATORS_COMPAT_WAY=engine may work",
+        )
+
+
+def _check_values(span: _Span, layer_id: int, largest: float) -> None:
+    if not 0 < largest < float("inf"):
+        what = "only zeros" if largest == 0 else "NaN" if largest != largest else "infinite values"
+        raise CompatError(
+            "SC511",
+            found=f"request {span.id}: {what} after decoder layer {layer_id}, "
+            f"tokens {span.position} to {span.position + span.count - 1}",
+            expected="finite states that are not all zero",
+            why="a draft model trained on them would learn nothing, or diverge",
+            mend="try dtype=bfloat16 instead of float16, or another attention backend; check the checkpoint",
+        )
+
+
+def _unfinished(id: str, request: _Request) -> None:
+    raise CompatError(
+        "SC503",
+        found=f"request {id} ended without states for {request.missing()} of its {len(request.prompt)} tokens",
+        expected="a state for every prompt token",
+        why="states that are too short would be paired with the wrong loss mask",
+        mend="leave enable_prefix_caching off: tokens found in the prefix cache are not computed again",
+    )
+
+
+def _to_pinned(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None or tensor.device.type == "cpu":
+        return tensor
+    tensor.record_stream(torch.cuda.current_stream())
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
+
+
+def _pin(address: int, size: int) -> None:
+    # Without it copies still work, only not at the same time as the model; so a refusal is no error.
+    torch.cuda.cudart().cudaHostRegister(address, size, 0)
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)

@@ -4,7 +4,7 @@
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,9 +52,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what the terminal can't show
     try:
-        import typer
-    except Exception as error:
+        _app()(args=None if argv is None else list(argv), prog_name="compat-check")
+    except Exception as error:  # the command-line library is missing, or does not fit
         raise SystemExit(_broke(error, as_json=False, debug=False)) from None
+
+
+def _app() -> Any:
+    import typer
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -64,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             bool, typer.Option("--json", help="Print JSON (it carries a schema number).")
         ] = False,
         explain: Annotated[
-            str | None,
+            Optional[str],  # noqa: UP045 - typer 0.12 knows no other form
             typer.Option("--explain", metavar="ID", help="Explain an error id or an adapter, then exit."),
         ] = None,
         list_: Annotated[
@@ -89,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         raise typer.Exit(_guarded(run, as_json=json_, debug=debug))
 
-    app(args=None if argv is None else list(argv), prog_name="compat-check")
+    return app
 
 
 def _guarded(run: Callable[[], int], *, as_json: bool, debug: bool) -> int:

@@ -174,6 +174,30 @@ CATALOG: dict[str, ErrorInfo] = {
         "Mend: nothing has to be done; compare a few prompts with a reference before a long run.",
     ),
     # SC6xx: data read and written
+    "SC511": ErrorInfo(
+        "Captured states are not usable numbers",
+        "Each captured piece is checked for NaN, infinities and all zeros as it is made. float16 overflows in many "
+        "models that were trained in bfloat16; a broken attention kernel or checkpoint is the other usual cause. The "
+        "sample was not returned.\n"
+        "Extract in bfloat16, or try another attention backend.",
+    ),
+    "SC512": ErrorInfo(
+        "No states arrived from the worker",
+        "vLLM reported a request as finished, but the worker did not hand over its states: it died, or hangs.\n"
+        "Look for the worker's own error in the log above. Samples written so far are complete; run again to resume.",
+    ),
+    "SC513": ErrorInfo(
+        "The worker cannot reach the caller's shared folder",
+        "States are handed over through a folder in shared memory, so the caller and tensor-parallel rank 0 must be on "
+        "one host and see the same file system.\n"
+        "Start the script on the host of rank 0 (the head node).",
+    ),
+    "SC514": ErrorInfo(
+        "An unexpected error while capturing",
+        "Capturing states inside the worker raised an error that the plugin did not foresee. The step's states are lost "
+        "and nothing of this call is returned; the worker itself goes on.\n"
+        "Please report it with the output of compat-check.",
+    ),
     "SC601": ErrorInfo(
         "a line of the prepared data can't be used",
         "Each line is one JSON object with input_ids (a list of token ids, not empty, all inside the\n"

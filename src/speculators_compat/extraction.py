@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from . import handover
 from .errors import CompatError
+from .handover import Depot
 
 log = logging.getLogger("speculators_compat")
 #: Calls a method of every worker and returns their replies, rank 0 first.
@@ -28,41 +28,34 @@ class Session:
     def __init__(self, rpc: RPC, layer_ids: list[int]) -> None:
         self._rpc = rpc
         self._rows = [sorted(set(layer_ids)).index(k) for k in layer_ids]
-        self._depot = handover.open_depot()
+        self._depot = Depot()
         try:
-            replies = rpc("speculators_compat_setup", args=(list(layer_ids), str(self._depot)))
+            replies = rpc("speculators_compat_setup", args=(list(layer_ids), str(self._depot.path)))
             for reply in replies:
-                _raise(reply)
+                if "error" in reply:
+                    raise CompatError.from_dict(reply["error"])
         except BaseException:
             self.close()
             raise
         self.report: dict[str, Any] = replies[0]
-        log.info("capturing at %(model)s.%(path)s of %(num_layers)d layers", self.report)
+        log.info("capturing at %(model)s.%(path)s, %(num_layers)d layers", self.report)
 
-    def collect(self, ids: list[str]) -> dict[str, list[Any]]:
-        """States of finished requests.
+    def expect(self, ids: list[str]) -> None:
+        """These requests are about to be added to vLLM."""
+        self._depot.expect(ids)
 
-        Returns:
-            For each id a list of CPU tensors of shape (tokens, hidden size), one for each layer id.
-        """
-        reply = self._rpc("speculators_compat_take", args=(ids,))[0]
-        _raise(reply)
-        parcels = {id: handover.Parcel.from_list(values) for id, values in reply["parcels"].items()}
-        return {id: handover.receive(parcel, self._rows) for id, parcel in parcels.items()}
+    def collect(self, id: str) -> list[Any]:
+        """States of a request that vLLM finished: for each layer id a CPU tensor of shape (tokens, hidden size)."""
+        return self._depot.collect(id, self._rows)
 
     def reset(self) -> None:
-        """Forget requests that will not be collected, and remove their states."""
+        """Forget requests that will not be collected."""
         self._rpc("speculators_compat_reset")
-        handover.empty_depot(self._depot)
+        self._depot.forget()
 
     def close(self) -> None:
         """Remove what is left in shared memory."""
-        handover.close_depot(self._depot)
-
-
-def _raise(reply: dict[str, Any]) -> None:
-    if "error" in reply:
-        raise CompatError.from_dict(reply["error"])
+        self._depot.close()
 
 
 def results(prompts: list[list[int]], states: list[list[Any]]) -> list[dict[str, Any]]:

@@ -1,19 +1,33 @@
-"""Hands tensors from a worker to the caller's process through files in shared memory.
+"""Hands captured states from a worker to the caller's process through shared memory.
 
-Replies to vLLM's RPC are pickled; hidden states are far too large for that. The worker fills a memory-mapped file as
-the states are computed and the reply carries only its name and layout. The caller copies the tensors out and the file
-is gone: shared memory is held only from a request's first captured token until its result is returned.
+Replies to vLLM's RPC are pickled; hidden states are far too large for that. The worker writes them into memory-mapped
+files, as they are computed, and tells the caller over a local socket which request is complete. The caller's tensors
+*are* that memory: nothing is copied, and the buffer goes back to the worker's pool when the last tensor on it is gone.
+What callers hold in this way is bounded; beyond the bound results are copied into ordinary memory.
+
+The socket lies in the depot, a folder that only this user can enter, and carries JSON lines:
+
+========  =====================================================================================
+worker    ``{"id", "file", "size", "shape", "dtype"}`` a request is complete; ``{"error"}``; ``{"drop"}`` a file is gone
+caller    ``{"free"}`` a file can be used again
+========  =====================================================================================
 """
 
 from __future__ import annotations
 
 import atexit
 import errno
-import itertools
+import json
+import mmap
 import os
 import shutil
+import socket
 import tempfile
-from dataclasses import dataclass
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,62 +38,345 @@ if TYPE_CHECKING:
 
 PREFIX = "speculators-compat-"
 SHARED_MEMORY = Path("/dev/shm")
+#: Share of the memory free at the start that results may occupy before they are copied out.
+HELD_SHARE = 0.4
+#: How long a worker may take from vLLM's report that a request is finished until its states have arrived, in seconds.
+PATIENCE = 300.0
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """Names one request's captured states.
+    """One request's captured states.
 
     Attributes:
-        path: file that holds a contiguous tensor of ``shape`` and ``dtype``.
-        shape: (captured layers, tokens, hidden size).
+        id: vLLM's request id.
+        file: number of the file in the depot, used again for later requests.
+        size: bytes in the file.
+        shape: (captured layers, tokens, hidden size), contiguous from the file's start.
         dtype: torch's name for it, for example ``bfloat16``.
     """
 
-    path: str
+    id: str
+    file: int
+    size: int
     shape: tuple[int, int, int]
     dtype: str
 
-    def to_list(self) -> list[Any]:
-        """Plain values, for replies of vLLM's workers."""
-        return [self.path, list(self.shape), self.dtype]
 
-    @staticmethod
-    def from_list(values: list[Any]) -> Parcel:
-        """The parcel that :meth:`to_list` described."""
-        path, (layers, tokens, hidden), dtype = values
-        return Parcel(path, (layers, tokens, hidden), dtype)
+class _Lines:
+    """JSON lines over a socket; any thread may send."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, message: dict[str, Any]) -> None:
+        data = json.dumps(message).encode() + b"\n"
+        try:
+            with self._lock:
+                self._connection.sendall(data)
+        except OSError:
+            pass  # the other side is gone, and its reader notices
+
+    def read(self) -> Iterable[dict[str, Any]]:
+        with self._connection.makefile("r", encoding="utf-8") as lines:
+            for line in lines:
+                yield json.loads(line)
+
+    def close(self) -> None:
+        try:
+            self._connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._connection.close()
 
 
-def open_depot(need: int = 64 * 2**20) -> Path:
-    """A new folder for parcels, owned by this process and removed with it.
+class Depot:
+    """The caller's side.
 
     Args:
-        need: bytes that must be free in shared memory; with less (containers often give it 64 MiB in all) the folder
-            is made among the temporary files instead, which is slower but works.
+        need: bytes that must be free in shared memory; with less (containers often give it 64 MiB in all) the depot
+            lies among the temporary files instead, which is slower, and every result is copied out.
     """
-    sweep_stale()
-    parent = SHARED_MEMORY
-    try:
-        if shutil.disk_usage(parent).free < need or not os.access(parent, os.W_OK):
-            parent = Path(tempfile.gettempdir())
-    except OSError:
-        parent = Path(tempfile.gettempdir())
-    depot = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
-    atexit.register(close_depot, depot)
-    return depot
+
+    def __init__(self, need: int = 256 * 2**20) -> None:
+        sweep_stale()
+        shared = os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free >= need
+        parent = SHARED_MEMORY if shared else Path(tempfile.gettempdir())
+        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
+        self._limit = int(shutil.disk_usage(parent).free * HELD_SHARE) if shared else 0
+        self._held = 0
+        self._changed = threading.Condition()
+        self._expected: set[str] = set()
+        self._arrived: dict[str, Parcel] = {}
+        self._maps: dict[int, mmap.mmap] = {}
+        self._error: CompatError | None = None
+        self._worker: _Lines | None = None
+        self._gone = False
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(self.path / "socket"))
+        self._listener.listen(1)
+        threading.Thread(target=self._listen, name="speculators_compat depot", daemon=True).start()
+        atexit.register(self.close)
+
+    def expect(self, ids: Iterable[str]) -> None:
+        """Requests whose states will be collected; any others are thrown away as they arrive."""
+        with self._changed:
+            self._expected.update(ids)
+
+    def collect(self, id: str, rows: list[int]) -> list[torch.Tensor]:
+        """States of a request that vLLM reports as finished.
+
+        Args:
+            rows: which of the captured layers to return, in this order; the same one may be named twice.
+
+        Returns:
+            One CPU tensor of shape (tokens, hidden size) for each row, each with a storage of its own.
+
+        Raises:
+            CompatError: what went wrong in the worker, or SC512 if nothing arrives.
+        """
+        end = time.monotonic() + PATIENCE
+        with self._changed:
+            while id not in self._arrived:
+                if self._error is not None:
+                    raise self._error
+                left = end - time.monotonic()
+                if self._gone or left <= 0 or not self._changed.wait(timeout=left):
+                    raise CompatError(
+                        "SC512",
+                        found=f"no states for request {id}: "
+                        + ("the worker is gone" if self._gone else f"waited {PATIENCE:.0f} s"),
+                        expected="the states of every request that vLLM finished",
+                        why="the worker died or hangs",
+                        mend="look for the worker's own error above; the samples written so far are complete",
+                    )
+            parcel = self._arrived.pop(id)
+            self._expected.discard(id)
+        return self._open(parcel, rows)
+
+    def forget(self) -> None:
+        """Throw away whatever has arrived and is still expected."""
+        with self._changed:
+            self._expected.clear()
+            self._error = None
+            parcels = list(self._arrived.values())
+            self._arrived.clear()
+        for parcel in parcels:
+            self._free(parcel.file)
+
+    def close(self) -> None:
+        """Remove the depot. Tensors handed out stay valid: their memory lives as long as they do."""
+        atexit.unregister(self.close)
+        if self._worker is not None:
+            self._worker.close()
+        self._listener.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _listen(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return  # closed before a worker came
+        self._worker = _Lines(connection)
+        try:
+            for message in self._worker.read():
+                self._take(message)
+        except (OSError, ValueError):
+            pass
+        with self._changed:
+            self._gone = True
+            self._changed.notify_all()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "drop" in message:
+            self._maps.pop(message["drop"], None)
+            return
+        with self._changed:
+            if "error" in message:
+                self._error = CompatError.from_dict(message["error"])
+            else:
+                parcel = Parcel(**{**message, "shape": tuple(message["shape"])})
+                # vLLM's engine makes ids unique by a suffix, "ID-1a2b3c4d".
+                id = parcel.id if parcel.id in self._expected else parcel.id.rpartition("-")[0]
+                if id in self._expected:
+                    self._arrived[id] = parcel
+                else:
+                    self._free(parcel.file)
+            self._changed.notify_all()
+
+    def _free(self, file: int) -> None:
+        if self._worker is not None:
+            self._worker.send({"free": file})
+
+    def _open(self, parcel: Parcel, rows: list[int]) -> list[torch.Tensor]:
+        import numpy
+        import torch
+
+        if parcel.file not in self._maps:
+            with open(self.path / str(parcel.file), "r+b") as file:
+                self._maps[parcel.file] = mmap.mmap(file.fileno(), parcel.size)
+        # torch keeps a reference to the array under each storage, so the array's end is the last tensor's end.
+        array = numpy.frombuffer(self._maps[parcel.file], dtype=numpy.uint8)
+        dtype = getattr(torch, parcel.dtype)
+        _, tokens, hidden = parcel.shape
+        count = tokens * hidden
+        step = count * torch.empty((), dtype=dtype).element_size()
+        layers = [
+            torch.frombuffer(array, dtype=dtype, count=count, offset=row * step).view(tokens, hidden) for row in rows
+        ]
+        # A layer named twice must not share memory with itself: writing to one would change the other.
+        layers = [layer.clone() if row in rows[:i] else layer for i, (row, layer) in enumerate(zip(rows, layers, strict=True))]
+        if self._held + parcel.size > self._limit:
+            layers = [layer.clone() for layer in layers]
+            self._free(parcel.file)
+            return layers
+        self._held += parcel.size
+        weakref.finalize(array, self._returned, parcel.file, parcel.size).atexit = False
+        return layers
+
+    def _returned(self, file: int, size: int) -> None:
+        self._held -= size
+        self._free(file)
 
 
-def close_depot(depot: Path) -> None:
-    """Remove a depot with all that is left in it."""
-    shutil.rmtree(depot, ignore_errors=True)
-    atexit.unregister(close_depot)
+class Sender:
+    """The worker's side: a pool of buffers, and the news that a request is complete.
+
+    Args:
+        depot: the caller's folder.
+        pin: called with (address, bytes) for each new buffer, to make device copies into it asynchronous.
+        unpin: called with the address before a buffer is removed.
+    """
+
+    #: Free buffers beyond this many bytes are removed.
+    KEEP = 16 * 2**30
+
+    def __init__(
+        self, depot: str, pin: Callable[[int, int], None] | None = None, unpin: Callable[[int], None] | None = None
+    ) -> None:
+        self._depot = Path(depot)
+        self._pin, self._unpin = pin, unpin
+        self._lock = threading.Lock()
+        self._number = 0
+        self._tensors: dict[int, torch.Tensor] = {}  # file number to its bytes
+        self._free: dict[int, list[int]] = {}  # size to file numbers
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(str(self._depot / "socket"))
+        except OSError as error:
+            raise CompatError(
+                "SC513",
+                found=f"{depot} cannot be reached from the worker: {error}",
+                expected="a folder that caller and worker share",
+                why="captured states are handed over through it",
+                mend="run the caller on the host of tensor-parallel rank 0",
+            ) from None
+        self._caller = _Lines(connection)
+        threading.Thread(target=self._read, name="speculators_compat sender", daemon=True).start()
+
+    def buffer(self, id: str, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[torch.Tensor, Parcel]:
+        """A tensor of ``shape`` in shared memory, uninitialised, and the parcel that names it.
+
+        Raises:
+            CompatError: SC504 if shared memory is full.
+        """
+        import torch
+
+        need = shape[0] * shape[1] * shape[2] * torch.empty((), dtype=dtype).element_size()
+        size = size_class(need)
+        with self._lock:
+            numbers = self._free.get(size)
+            number = numbers.pop() if numbers else self._new(size)
+            held = self._tensors[number]
+        tensor = held[:need].view(dtype).view(shape)
+        return tensor, Parcel(id, number, size, shape, str(dtype).removeprefix("torch."))
+
+    def send(self, parcel: Parcel) -> None:
+        """The parcel's request is complete."""
+        self._caller.send(asdict(parcel))
+
+    def fail(self, error: CompatError) -> None:
+        """Capture cannot go on."""
+        self._caller.send({"error": error.to_dict()})
+
+    def release(self, parcel: Parcel) -> None:
+        """The parcel will not be sent; its buffer can be used again."""
+        self._put_back(parcel.file)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._caller.close()
+
+    def _read(self) -> None:
+        try:
+            for message in self._caller.read():
+                self._put_back(message["free"])
+        except (OSError, ValueError):
+            pass
+
+    def _put_back(self, number: int) -> None:
+        with self._lock:
+            size = self._tensors[number].numel()
+            if sum(s * len(n) for s, n in self._free.items()) + size <= self.KEEP:
+                self._free.setdefault(size, []).append(number)
+                return
+            self._remove(number)
+
+    def _remove(self, number: int) -> None:
+        held = self._tensors.pop(number)
+        if self._unpin is not None:
+            self._unpin(held.data_ptr())
+        (self._depot / str(number)).unlink(missing_ok=True)
+        self._caller.send({"drop": number})
+
+    def _new(self, size: int) -> int:
+        import torch
+
+        self._number += 1
+        path = self._depot / str(self._number)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            self._reserve(descriptor, size)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+        held = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+        if self._pin is not None:
+            self._pin(held.data_ptr(), size)
+        self._tensors[self._number] = held
+        return self._number
+
+    def _reserve(self, descriptor: int, size: int) -> None:
+        """Claim the memory now: writing to a mapping that has no room behind it kills the process (SIGBUS)."""
+        while True:
+            try:
+                os.posix_fallocate(descriptor, 0, size)
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+                    raise
+            spare = next((n for numbers in self._free.values() for n in numbers), None)
+            if spare is None:
+                raise CompatError(
+                    "SC504",
+                    found=f"{shutil.disk_usage(self._depot).free:,} bytes free in {self._depot.parent}, {size:,} needed",
+                    expected="room for the states of all requests in flight",
+                    why="captured states are handed over through it",
+                    mend="make batches smaller, or give the container more (docker run --shm-size=16g)",
+                )
+            for numbers in self._free.values():
+                if spare in numbers:
+                    numbers.remove(spare)
+            self._remove(spare)
 
 
-def empty_depot(depot: Path) -> None:
-    """Remove parcels that nobody will receive."""
-    for parcel in depot.iterdir():
-        parcel.unlink(missing_ok=True)
+def size_class(need: int) -> int:
+    """The size of the buffer for ``need`` bytes: at most a quarter more, so that buffers fit later requests too."""
+    step = max(4096, 1 << max(0, need.bit_length() - 3))
+    return -(-need // step) * step
 
 
 def sweep_stale() -> list[Path]:
@@ -92,65 +389,3 @@ def sweep_stale() -> list[Path]:
                 shutil.rmtree(depot, ignore_errors=True)
                 removed.append(depot)
     return removed
-
-
-class Sender:
-    """The worker's side: makes the buffers."""
-
-    def __init__(self, depot: str) -> None:
-        self._depot = Path(depot)
-        self._numbers = itertools.count()
-
-    def buffer(self, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[torch.Tensor, Parcel]:
-        """A tensor of ``shape`` in shared memory, uninitialised, and the parcel that names it.
-
-        Raises:
-            CompatError: SC504 if shared memory is full.
-        """
-        import torch
-
-        count = shape[0] * shape[1] * shape[2]
-        size = count * torch.empty((), dtype=dtype).element_size()
-        path = self._depot / f"{os.getpid()}-{next(self._numbers)}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            # Reserve it now: writing to a mapping for which the file system has no room kills the process (SIGBUS).
-            os.posix_fallocate(descriptor, 0, size)
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-                raise
-            free = shutil.disk_usage(self._depot).free
-            raise CompatError(
-                "SC504",
-                found=f"{free:,} bytes free in {self._depot.parent}, {size:,} needed for one request",
-                expected="room for the states of all requests in flight",
-                why="captured states are handed over through it",
-                mend="make batches smaller, or give the container more shared memory (docker run --shm-size=16g)",
-            ) from None
-        finally:
-            os.close(descriptor)
-        tensor = torch.from_file(str(path), shared=True, size=count, dtype=dtype).view(shape)
-        return tensor, Parcel(str(path), shape, str(dtype).removeprefix("torch."))
-
-
-def receive(parcel: Parcel, rows: list[int]) -> list[torch.Tensor]:
-    """Copy layers out of a parcel and remove it.
-
-    Args:
-        rows: which of the parcel's layers to return, in this order; the same one may be asked for twice.
-
-    Returns:
-        One CPU tensor of shape (tokens, hidden size) for each row, each with a storage of its own.
-    """
-    import torch
-
-    layers, tokens, hidden = parcel.shape
-    path = Path(parcel.path)
-    try:
-        held = torch.from_file(
-            str(path), shared=True, size=layers * tokens * hidden, dtype=getattr(torch, parcel.dtype)
-        ).view(parcel.shape)
-        return [held[row].clone() for row in rows]
-    finally:
-        path.unlink(missing_ok=True)

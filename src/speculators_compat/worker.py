@@ -49,7 +49,6 @@ class HiddenStatesExtension:
         from vllm.model_executor.models.interfaces import supports_eagle3
 
         from .capture import Capture
-        from .handover import Sender
         from .patches.layer_navigation import find_decoder_layers
 
         runner: Any = self.model_runner  # type: ignore[attr-defined]
@@ -67,8 +66,9 @@ class HiddenStatesExtension:
             former = getattr(self, "_speculators_compat_capture", None)
             if former is not None:
                 former.close()
+            max_tokens = runner.scheduler_config.max_num_batched_tokens
             self._speculators_compat_capture = Capture(
-                runner, stack.layers, sorted(set(layer_ids)), Sender(depot)
+                runner, stack.layers, sorted(set(layer_ids)), depot, max_tokens
             )
         return {
             "model": type(model).__name__,
@@ -82,13 +82,3 @@ class HiddenStatesExtension:
         capture = getattr(self, "_speculators_compat_capture", None)
         if capture is not None:
             capture.reset()
-
-    def speculators_compat_take(self, ids: list[str]) -> dict[str, Any]:
-        """States of finished requests: ``parcels``, request id to :meth:`Parcel.to_list`; empty on other ranks."""
-        capture = getattr(self, "_speculators_compat_capture", None)
-        if capture is None:
-            return {"parcels": {}}
-        try:
-            return {"parcels": {id: parcel.to_list() for id, parcel in capture.take(ids).items()}}
-        except CompatError as error:
-            return {"error": error.to_dict()}
