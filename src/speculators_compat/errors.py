@@ -393,6 +393,19 @@ CATALOG: dict[str, ErrorInfo] = {
         "too small for a single prompt.\n"
         "Raise gpu_memory_utilization (on a CPU host VLLM_CPU_KVCACHE_SPACE), or shorten max_model_len.",
     ),
+    "SC520": ErrorInfo(
+        "An auxiliary layer does not exist",
+        "vLLM and EAGLE-3 count boundaries: boundary k is the state that enters decoder layer k, boundary 0 what enters "
+        "the first layer, and the last one, equal to the number of layers, the state before the final norm. speculators "
+        "0.3 and 0.4 count the layers that a state leaves: layer k there is boundary k + 1.\n"
+        "Correct eagle_aux_hidden_state_layer_ids in the draft model's config or the speculative config.",
+    ),
+    "SC521": ErrorInfo(
+        "The model's output leaves no place for auxiliary states",
+        "A model that does not declare SupportsEagle3 itself gets its auxiliary states beside the hidden states that it "
+        "returns. This one returns something else than one tensor.\n"
+        "Report the model's architecture.",
+    ),
     "SC901": ErrorInfo(
         "The check itself broke",
         "compat-check met an exception that it has no answer for. This says nothing about whether the\n"

@@ -9,9 +9,10 @@ import os
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from .errors import CompatWarning
@@ -75,6 +76,44 @@ class Journal:
                 return sys.modules.pop(name, None) is module
 
             self.changes.append(Change(adapter, f"sys.modules[{name!r}]", undo))
+
+    def replace_code(self, function: FunctionType, code: CodeType, *, adapter: str) -> None:
+        """Give a function another code object, where others hold the very function and a new one would not be seen."""
+        with self._lock:
+            former = function.__code__
+            function.__code__ = code
+
+            def undo() -> bool:
+                if function.__code__ is not code:
+                    return False
+                function.__code__ = former
+                return True
+
+            self.changes.append(Change(adapter, f"{function.__module__}:{function.__qualname__}.__code__", undo))
+
+    def extend(self, owner: Any, attributes: dict[str, Any], close: Callable[[], None], *, adapter: str) -> None:
+        """Give one object attributes that it lacks. The journal does not keep the object alive.
+
+        Args:
+            close: called by ``undo`` besides, where the object still exists.
+        """
+        with self._lock:
+            for name, value in attributes.items():
+                setattr(owner, name, value)
+            reference, kept, close_later = weakref.ref(owner), dict.fromkeys(attributes), weakref.WeakMethod(close)
+
+            def undo() -> bool:
+                alive = reference()
+                if alive is None:
+                    return True
+                for name in kept:
+                    vars(alive).pop(name, None)
+                closing = close_later()
+                if closing is not None:
+                    closing()
+                return True
+
+            self.changes.append(Change(adapter, f"a {type(owner).__qualname__}: {', '.join(attributes)}", undo))
 
     def set_env(self, name: str, value: str, *, adapter: str) -> None:
         """Set an environment variable, which child processes inherit."""

@@ -53,6 +53,10 @@ class Surface(Protocol):
 
     def parameters(self, name: str) -> Parameters | None: ...
 
+    def text_lists(self, name: str) -> list[tuple[str, ...]] | None:
+        """Lists and tuples written out in a function's source that hold nothing but texts."""
+        ...
+
     def call_keywords(self, module: str, callee: str) -> tuple[str, ...] | None:
         """Keyword names with which ``module``'s source calls ``callee``; ``None`` if it never does."""
         ...
@@ -137,6 +141,18 @@ class SourceSurface:
             return _function_parameters(init) if isinstance(init, ast.FunctionDef) else _field_parameters(node)
         return _function_parameters(node) if isinstance(node, ast.FunctionDef) else None
 
+    def text_lists(self, name: str) -> list[tuple[str, ...]] | None:
+        node = self._find(name)
+        if not isinstance(node, ast.FunctionDef):
+            return None
+        found = []
+        for child in ast.walk(node):
+            if isinstance(child, (ast.List, ast.Tuple)):
+                texts = [e.value for e in child.elts if isinstance(e, ast.Constant) and isinstance(e.value, str)]
+                if texts and len(texts) == len(child.elts):
+                    found.append(tuple(texts))
+        return found
+
     def call_keywords(self, module: str, callee: str) -> tuple[str, ...] | None:
         tree = self._tree(module)
         return None if tree is None else _call_keywords(tree, callee)
@@ -168,6 +184,12 @@ class LiveSurface:
             return live_parameters(obj) if callable(obj) else None
         except (TypeError, ValueError):
             return None
+
+    def text_lists(self, name: str) -> list[tuple[str, ...]] | None:
+        code = getattr(self._find(name), "__code__", None)
+        if code is None:
+            return None
+        return [c for c in code.co_consts if isinstance(c, tuple) and c and all(isinstance(t, str) for t in c)]
 
     def call_keywords(self, module: str, callee: str) -> tuple[str, ...] | None:
         source = getattr(importlib.import_module(module), "__file__", None)

@@ -18,7 +18,7 @@ def load_in_worker() -> None:
         activate()
 
 
-def _num_layers(model_config: Any) -> int:
+def num_layers(model_config: Any) -> int:
     """Decoder layers of the whole model, as vLLM counts them."""
     if hasattr(model_config, "get_total_num_hidden_layers"):
         return int(model_config.get_total_num_hidden_layers())
@@ -46,9 +46,9 @@ class HiddenStatesExtension:
 
     def _speculators_compat_setup(self, layer_ids: list[int], depot: str) -> dict[str, Any]:
         from vllm.distributed import get_pp_group, get_tp_group
-        from vllm.model_executor.models.interfaces import supports_eagle3
 
         from .capture import Capture
+        from .patches.eagle3_protocol import native
         from .patches.layer_navigation import find_decoder_layers
 
         runner: Any = self.model_runner  # type: ignore[attr-defined]
@@ -61,7 +61,7 @@ class HiddenStatesExtension:
                 mend="use tensor parallelism (tensor_parallel_size) instead",
             )
         model = runner.get_model() if hasattr(runner, "get_model") else runner.model
-        stack = find_decoder_layers(model, _num_layers(runner.model_config))
+        stack = find_decoder_layers(model, num_layers(runner.model_config))
         if get_tp_group().rank_in_group == 0:
             former = getattr(self, "_speculators_compat_capture", None)
             if former is not None:
@@ -74,7 +74,7 @@ class HiddenStatesExtension:
             "model": type(model).__name__,
             "path": stack.path,
             "num_layers": len(stack.layers),
-            "native": bool(supports_eagle3(model)),
+            "native": native(model),
         }
 
     def speculators_compat_reset(self) -> None:
