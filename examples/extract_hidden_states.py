@@ -5,9 +5,10 @@
     python extract_hidden_states.py --model-path MODEL --prepared-data prompts.jsonl --output-dir states
 
 Each line of the prepared data is one object, {"input_ids": [int, ...], "loss_mask": [0 or 1, ...]}. Line N,
-counted from 0, becomes data_N.pt in the format that speculators' trainer reads. A run that was stopped, in
-whatever way, goes on where it stopped when the same command is given again. Lines that can't be used are
-skipped, counted and reported.
+counted from 0, becomes data_N.pt, which the trainer of speculators 0.3 and 0.4 reads; with --format safetensors
+the output is what the trainer of 0.5 and later reads. A run that was stopped, in whatever way, goes on where it
+stopped when the same command is given again. Lines that can't be used are skipped, counted and reported; so are
+samples whose states are proved not to be their own.
 
 Exit status: 0 done, 1 error, 2 usage, 130 ended by Ctrl-C.
 """
@@ -20,8 +21,9 @@ import signal
 import sys
 from typing import Any
 
-from speculators_compat import dataio, settings
+from speculators_compat import dataio, layer_ids, manifest, settings
 from speculators_compat.errors import CompatError
+from speculators_compat.extraction import UnprovedError
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -50,9 +52,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--max-seq-len", type=positive, default=2048, help="cut longer prompts (default: 2048 tokens)")
     add("--tp-size", type=positive, default=1, help="tensor parallel size (default: 1)")
     add("--gpu-memory-utilization", type=fraction, default=0.8, help="part of the memory (default: 0.8)")
-    add(
-        "--layer-ids", type=int, nargs="+", metavar="ID", help="decoder layers, from 0, to take the output of"
-    )
+    add("--layer-ids", type=int, nargs="+", metavar="ID", help="layers to take; the last one is the target's")
+    add("--layer-convention", choices=layer_ids.CONVENTIONS, help="what the layer ids count (pt: after-layer)")
+    add("--format", choices=dataio.FORMATS, default="pt", help="pt: speculators 0.3, 0.4; safetensors: 0.5+")
+    add("--final-norm", action="store_true", help="last layer after the final norm (for speculators 0.3)")
+    add("--no-checksums", action="store_true", help="don't keep checksums.b2")
     add("--limit", type=positive, help="stop after this many usable prompts")
     add("--vllm-args", type=json_object, metavar="JSON", help='more vLLM arguments: \'{"dtype": "float32"}\'')
     add("--strict", action="store_true", help="end at the first line that can't be used")
@@ -66,7 +70,7 @@ def start_generator(args: argparse.Namespace) -> Any:
 
     return VllmHiddenStatesGenerator(
         model_path=args.model_path,
-        layer_ids=args.layer_ids,
+        layer_ids=args.after_layer,
         # The generator cuts prompts to max_model_len - 1 tokens, to leave room for the one token it samples.
         max_model_len=args.max_seq_len + 1,
         gpu_memory_utilization=args.gpu_memory_utilization,
@@ -74,10 +78,12 @@ def start_generator(args: argparse.Namespace) -> Any:
     )
 
 
-def extract(args: argparse.Namespace) -> None:
+def extract(args: argparse.Namespace) -> int:
     # Everything that can be found wrong in seconds is looked at before the model is loaded.
-    if args.vllm_args is not None:
-        speculators_compat.configure(vllm_args=args.vllm_args)
+    configured = settings.current()
+    if args.vllm_args is not None or args.final_norm:
+        vllm_args = configured.vllm_args if args.vllm_args is None else args.vllm_args
+        speculators_compat.configure(vllm_args=vllm_args, final_norm=args.final_norm or configured.final_norm)
     model = dataio.check_model_folder(args.model_path)
     reading: dict[str, Any] = {
         "vocab_size": model.vocab_size,
@@ -85,16 +91,22 @@ def extract(args: argparse.Namespace) -> None:
         "strict": args.strict,
     }
     data = dataio.check_data_file(args.prepared_data, **reading)
+    args.after_layer = layer_ids.resolve(
+        args.layer_ids, model.num_layers, convention=args.layer_convention, output=args.format
+    )
     decisive = dataio.make_settings(
         model,
         data,
-        layer_ids=args.layer_ids,
+        layer_ids=args.after_layer,
         max_seq_len=args.max_seq_len,
         vllm_args=settings.current().vllm_args,
+        final_norm=settings.current().final_norm,
+        output=args.format,
     )
     tally = dataio.Tally()
     generator = progress = None
-    with dataio.SampleWriter(args.output_dir, decisive) as writer:
+    unproved: list[str] = []
+    with dataio.SampleWriter(args.output_dir, decisive, checksums=not args.no_checksums) as writer:
         if writer.finished or writer.damaged:
             print(f"resuming: {writer.resumed} finished, {len(writer.damaged)} damaged", file=sys.stderr)
         try:
@@ -103,35 +115,40 @@ def extract(args: argparse.Namespace) -> None:
             for batch in dataio.batches(missing, args.batch_size):
                 if generator is None:
                     generator = start_generator(args)
-                    writer.record(**run_facts(args, generator))
+                    writer.record(**manifest.describe_run(generator, **run_facts(args)))
                     progress = dataio.Progress(min(data.lines, args.limit or data.lines), writer.resumed)
-                results = generator.generate([sample.input_ids for sample in batch])
+                try:
+                    results = generator.generate([sample.input_ids for sample in batch])
+                except UnprovedError as error:
+                    if error.id != "SC515":
+                        raise
+                    print(error, file=sys.stderr)
+                    results = error.results
+                    unproved += [f"line {batch[i].line}: {why}" for i, why in error.failed.items()]
                 for sample, result in zip(batch, results, strict=True):
-                    writer.write(sample, result)
+                    if result is not None:
+                        writer.write(sample, result)
                 if progress is not None:
                     progress.advance(len(batch), sum(len(sample.input_ids) for sample in batch))
         finally:
             if progress is not None:
                 progress.close()
+            writer.note(alignment=manifest.alignment_report(generator), **tally.facts())
             # The plugin gives the generator a shutdown() that ends its worker processes.
             if (shutdown := getattr(generator, "shutdown", None)) is not None:
                 shutdown()
-            summarize(args, tally, writer, progress)
+            summarize(args, tally, writer, progress, unproved)
+        if args.format == "safetensors":
+            again = dataio.read_samples(args.prepared_data, limit=args.limit, **reading)
+            rows = writer.write_dataset(sample for sample in again if isinstance(sample, dataio.Sample))
+            print(f"data set:  {rows} rows, train with --data-path {writer.folder}")
+    return 1 if unproved else 0
 
 
-def run_facts(args: argparse.Namespace, generator: Any) -> dict[str, Any]:
-    """What the manifest should tell about this run, beside the settings that decide the values."""
-    status = speculators_compat.status()
-    return {
-        "layer_ids": getattr(generator, "layer_ids", args.layer_ids),
-        "matrix_row": status.row,
-        "way": status.way,
-        "adapters": {adapter.id: str(adapter.state) for adapter in status.adapters},
-        "batch_size": args.batch_size,
-        "tensor_parallel_size": args.tp_size,
-        "gpu_memory_utilization": args.gpu_memory_utilization,
-        "vllm_args": settings.current().vllm_args,
-    }
+def run_facts(args: argparse.Namespace) -> dict[str, Any]:
+    """What the manifest should tell about this run, beside what decides the values."""
+    names = ("prepared_data", "batch_size", "tp_size", "gpu_memory_utilization", "layer_ids", "layer_convention")
+    return {"arguments": {name: getattr(args, name) for name in names}}
 
 
 def summarize(
@@ -139,6 +156,7 @@ def summarize(
     tally: dataio.Tally,
     writer: dataio.SampleWriter,
     progress: dataio.Progress | None,
+    unproved: list[str],
 ) -> None:
     rate = f", {progress.rate:,.0f} tokens/s" if progress is not None else ""
     size = f"{writer.written_tokens:,} tokens{rate}, {writer.written_bytes:,} bytes"
@@ -147,8 +165,10 @@ def summarize(
     print(f"truncated: {tally.truncated} samples cut to {args.max_seq_len} tokens")
     if tally.without_mask:
         print(f"no mask:   {tally.without_mask} samples without loss_mask, written as all ones")
+    if unproved:
+        print(f"unproved:  {len(unproved)} samples not written, their states are not their own")
     print(f"skipped:   {tally.skipped} lines")
-    for line in tally.reason_lines():
+    for line in unproved + tally.reason_lines():
         print(f"           {line}")
     print(f"output:    {writer.folder}")
 
@@ -156,14 +176,13 @@ def summarize(
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     try:
-        extract(args)
+        return extract(args)
     except CompatError as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("stopped; resume with the same command", file=sys.stderr)
         return 130
-    return 0
 
 
 # vLLM starts its workers by importing this file again: without this line they would run it again, too.

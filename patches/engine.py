@@ -18,12 +18,14 @@ from typing import Any
 
 from speculators_compat import settings
 from speculators_compat.adapter import GENERATOR_MODULE, Adapter, Context, Probe, State
+from speculators_compat.alignment import Verdict
 from speculators_compat.construction import Construction, constructing
 from speculators_compat.errors import InputError
 from speculators_compat.extraction import Session, not_ours, results
 from speculators_compat.hookspecs import hookimpl
-from speculators_compat.prompts import check_layer_ids, check_model, check_prompts
+from speculators_compat.prompts import check_layer_ids, check_model, check_prefix_caching, check_prompts
 from speculators_compat.surface import Surface
+from speculators_compat.watchdog import SHUTDOWN, Watchdog, clean_up, end_workers, starting, watching
 from speculators_compat.worker import EXTENSION
 
 CLASS = "VllmHiddenStatesGenerator"
@@ -79,7 +81,9 @@ class Engine(Adapter):
             bound.apply_defaults()
             vllm_args = settings.current().vllm_args
             check_model(str(bound.arguments["model_path"]), vllm_args.get("load_format"))
-            with constructing(Construction(instance, dict(bound.arguments), vllm_args)):
+            construction = Construction(instance, dict(bound.arguments), vllm_args)
+            watched = starting(instance, settings.current().watchdog)
+            with watched, constructing(construction):
                 try:
                     _start(instance, module, bound.arguments, vllm_args)
                 except BaseException:
@@ -87,7 +91,8 @@ class Engine(Adapter):
                     raise
 
         def generate(self: Any, token_ids: Any) -> list[dict[str, Any]]:
-            return _generate(self, token_ids)
+            with watching(self, settings.current().watchdog, "vLLM computes the first step") as dog:
+                return _generate(self, token_ids, dog)
 
         generate.__doc__ = owner.generate.__doc__
         context.journal.wrap(owner, "__init__", init, adapter=self.id)
@@ -147,6 +152,7 @@ def _check(vllm_args: dict[str, Any], known: set[str]) -> None:
             if parameter
             else (f"did you mean {' or '.join(near)}?" if near else "leave it out"),
         )
+    check_prefix_caching(vllm_args)
     if vllm_args.get("pipeline_parallel_size", 1) != 1:
         raise InputError(
             "SC404",
@@ -162,13 +168,15 @@ def shutdown(self: Any) -> None:
     llm, session = self.__dict__.pop("llm", None), self.__dict__.pop("session", None)
     try:
         if llm is not None:
-            llm.llm_engine.engine_core.shutdown()
+            with watching(self, SHUTDOWN, "vLLM shuts down"):
+                llm.llm_engine.engine_core.shutdown()
     finally:
+        end_workers(self)
         if session is not None:
             session.close()
 
 
-def _generate(self: Any, token_ids: Any) -> list[dict[str, Any]]:
+def _generate(self: Any, token_ids: Any, dog: Watchdog) -> list[dict[str, Any]]:
     from vllm import SamplingParams
 
     session: Session | None = getattr(self, "session", None)
@@ -179,20 +187,29 @@ def _generate(self: Any, token_ids: Any) -> list[dict[str, Any]]:
     ids = [f"req_{self._request_counter}_{index}" for index in range(len(prompts))]
     self._request_counter += 1
     states: dict[str, list[Any]] = {}
+    verdicts: dict[str, Verdict] = {}
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
     session.expect(ids)
     try:
         for id, prompt in zip(ids, prompts, strict=True):
             engine.add_request(id, {"prompt_token_ids": prompt}, params)
         while engine.has_unfinished_requests():
-            finished = [output.request_id for output in engine.step() if output.finished]
-            states.update({id: session.collect(id) for id in finished})
+            outputs = engine.step()
+            dog.beat(f"vLLM computes a step ({len(states)} of {len(ids)} prompts done)")
+            for output in outputs:
+                if output.finished:
+                    id, token = output.request_id, next(iter(output.outputs[0].token_ids), None)
+                    states[id] = session.collect(id)
+                    verdicts[id] = session.prove(id, states[id], token)
     except BaseException:
-        # Leave nothing of this call behind, so that the next one works.
-        engine.abort_request([id for id in ids if id not in states])
-        session.reset()
+
+        def abort() -> None:
+            engine.abort_request([id for id in ids if id not in states])
+            session.reset()
+
+        clean_up(self, dog, abort)
         raise
-    return results(prompts, [states[id] for id in ids])
+    return results(session, prompts, [states[id] for id in ids], [verdicts[id] for id in ids])
 
 
 @hookimpl

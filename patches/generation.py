@@ -20,12 +20,14 @@ from typing import Any
 
 from speculators_compat import settings
 from speculators_compat.adapter import GENERATOR_MODULE, Adapter, Context, Probe, State
+from speculators_compat.alignment import Verdict
 from speculators_compat.construction import Construction, constructing
 from speculators_compat.errors import CompatError
 from speculators_compat.extraction import Session, not_ours, results
 from speculators_compat.hookspecs import hookimpl
 from speculators_compat.prompts import check_model, check_prompts
 from speculators_compat.surface import Surface
+from speculators_compat.watchdog import SHUTDOWN, Watchdog, clean_up, end_workers, starting, watching
 
 CLASS = "VllmHiddenStatesGenerator"
 
@@ -67,7 +69,9 @@ class Generation(Adapter):
             bound.apply_defaults()
             vllm_args = settings.current().vllm_args
             check_model(str(bound.arguments["model_path"]), vllm_args.get("load_format"))
-            with constructing(Construction(instance, dict(bound.arguments), vllm_args)):
+            construction = Construction(instance, dict(bound.arguments), vllm_args)
+            watched = starting(instance, settings.current().watchdog)
+            with watched, constructing(construction):
                 try:
                     wrapped(*args, **kwargs)
                 except BaseException:
@@ -78,7 +82,8 @@ class Generation(Adapter):
             self.session = Session(self.executor.collective_rpc, self.layer_ids)
 
         def generate(self: Any, token_ids: Any) -> list[dict[str, Any]]:
-            return _generate(self, module, token_ids)
+            with watching(self, settings.current().watchdog, "vLLM computes the first step") as dog:
+                return _generate(self, module, token_ids, dog)
 
         generate.__doc__ = owner.generate.__doc__
         context.journal.wrap(owner, "__init__", init, adapter=self.id)
@@ -91,13 +96,15 @@ def shutdown(self: Any) -> None:
     executor, session = self.__dict__.pop("executor", None), self.__dict__.pop("session", None)
     try:
         if executor is not None:
-            executor.shutdown()
+            with watching(self, SHUTDOWN, "vLLM shuts down"):
+                executor.shutdown()
     finally:
+        end_workers(self)
         if session is not None:
             session.close()
 
 
-def _generate(self: Any, module: Any, token_ids: Any) -> list[dict[str, Any]]:
+def _generate(self: Any, module: Any, token_ids: Any, dog: Watchdog) -> list[dict[str, Any]]:
     session: Session | None = getattr(self, "session", None)
     if session is None:
         raise not_ours()
@@ -108,6 +115,7 @@ def _generate(self: Any, module: Any, token_ids: Any) -> list[dict[str, Any]]:
     # Only what this speculators passes itself: 0.3 has no block hasher, and needs none without prefix caching.
     hasher = {"block_hasher": self.block_hasher} if hasattr(self, "block_hasher") else {}
     states: dict[str, list[Any]] = {}
+    verdicts: dict[str, Verdict] = {}
     session.expect(ids)
     try:
         for id, prompt in zip(ids, prompts, strict=True):
@@ -123,18 +131,25 @@ def _generate(self: Any, module: Any, token_ids: Any) -> list[dict[str, Any]]:
                 )
             )
         while len(states) < len(ids):
-            states.update({id: session.collect(id) for id in _step(self)})
+            finished = _step(self)
+            dog.beat(f"vLLM computes a step ({len(states)} of {len(ids)} prompts done)")
+            for id, token in finished.items():
+                states[id] = session.collect(id)
+                verdicts[id] = session.prove(id, states[id], token)
         _step(self, flush=True)
     except BaseException:
-        # Leave nothing of this call behind, so that the next one works.
-        self.scheduler.finish_requests(ids, module.RequestStatus.FINISHED_ABORTED)
-        session.reset()
+
+        def abort() -> None:
+            self.scheduler.finish_requests(ids, module.RequestStatus.FINISHED_ABORTED)
+            session.reset()
+
+        clean_up(self, dog, abort)
         raise
-    return results(prompts, [states[id] for id in ids])
+    return results(session, prompts, [states[id] for id in ids], [verdicts[id] for id in ids])
 
 
-def _step(self: Any, *, flush: bool = False) -> list[str]:
-    """One step of vLLM's engine; returns the ids of the requests that it finished.
+def _step(self: Any, *, flush: bool = False) -> dict[str, int | None]:
+    """One step of vLLM's engine; returns the requests that it finished, with the token sampled for each.
 
     Args:
         flush: the step has nothing to compute, it only tells the workers which requests are over.
@@ -152,7 +167,8 @@ def _step(self: Any, *, flush: bool = False) -> list[str]:
     if output is None:  # sampling is a step of its own since vLLM 0.11.1
         output = self.executor.sample_tokens(None)
     updates = self.scheduler.update_from_output(scheduled, output)
-    return [out.request_id for engine in updates.values() for out in engine.outputs if out.finish_reason is not None]
+    finished = [out for engine in updates.values() for out in engine.outputs if out.finish_reason is not None]
+    return {out.request_id: next(iter(out.new_token_ids), None) for out in finished}
 
 
 @hookimpl

@@ -20,6 +20,7 @@ from speculators_compat.adapter import Adapter, Context, Probe, State
 from speculators_compat.construction import running
 from speculators_compat.errors import InputError
 from speculators_compat.hookspecs import hookimpl
+from speculators_compat.prompts import check_prefix_caching
 from speculators_compat.surface import Surface
 from speculators_compat.worker import EXTENSION
 
@@ -68,6 +69,7 @@ def route(vllm_args: dict[str, Any], fields: dict[str, set[str]]) -> dict[str, d
                 else (f"did you mean {' or '.join(near)}?" if near else "leave it out"),
             )
         routed[owner][field] = value
+    check_prefix_caching(vllm_args)
     if routed["ParallelConfig"].get("pipeline_parallel_size", 1) != 1:
         raise InputError(
             "SC404",

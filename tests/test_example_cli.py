@@ -160,7 +160,7 @@ def test_limit_can_be_raised_later(main: Any, generator: Any, job: list[Any], tm
     assert sorted(p.name for p in (tmp_path / "out").glob("data_*")) == [f"data_{n}.pt" for n in (0, 1, 2, 4)]
     assert main(*job) == 0
     assert [len(made.calls) for made in generator.made] == [2, 3]
-    assert len(samples(tmp_path / "out")) == 10
+    assert len(samples(tmp_path / "out")) == 11
 
 
 @pytest.mark.parametrize("call", [1, 2, 5])

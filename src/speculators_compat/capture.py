@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from .alignment import normed_output
 from .errors import CompatError
 from .handover import Parcel, Sender
 from .patcher import Journal
@@ -57,8 +58,10 @@ class _Step:
     """One forward pass.
 
     Attributes:
-        extremes: (captured layers, spans), the largest absolute value of each piece; NaN if there is one in it.
+        extremes: (captured layers, rows), the largest absolute value in each row; NaN if there is one in it.
         tokens: the token ids that the engine computed, if it says.
+        size: how many requests the step computes.
+        last: request, row and place in the batch of each prompt's last token, where the step computes it.
     """
 
     scheduled: dict[str, int]
@@ -66,6 +69,8 @@ class _Step:
     ended: tuple[str, ...]
     spans: list[_Span] | None = None
     seen: set[int] = field(default_factory=set)
+    size: int = 0
+    last: list[tuple[str, int, int]] = field(default_factory=list)
     extremes: torch.Tensor | None = None
     tokens: torch.Tensor | None = None
     copied: torch.cuda.Event | None = None
@@ -82,10 +87,18 @@ class Capture:
             the state *before* the final norm.
         depot: folder of the caller's :class:`~speculators_compat.handover.Depot`.
         max_tokens: the most tokens that one step computes.
+        final_norm: if given, the last layer's state is taken after it.
     """
 
     def __init__(
-        self, runner: Any, layers: torch.nn.ModuleList, layer_ids: list[int], depot: str, max_tokens: int
+        self,
+        runner: Any,
+        layers: torch.nn.ModuleList,
+        layer_ids: list[int],
+        depot: str,
+        max_tokens: int,
+        *,
+        final_norm: torch.nn.Module | None = None,
     ) -> None:
         self._runner = runner
         self._ids = layer_ids
@@ -95,17 +108,21 @@ class Capture:
         self._step: _Step | None = None
         self._batch: Any = None  # the step's batch as model runner V2 prepares it
         self._failed = False
-        self._cuda = torch.device(runner.device).type == "cuda"
+        self.on_cuda = torch.device(runner.device).type == "cuda"
         self._staging: dict[int, torch.Tensor] = {}
         self._read: dict[int, torch.cuda.Event] = {}
         self._steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
-        if self._cuda:
+        if self.on_cuda:
             self._stream = torch.cuda.Stream()
-            self._sender = Sender(depot, pin=_pin, unpin=_unpin)
+            self.sender = Sender(depot, pin=_pin, unpin=_unpin)
             threading.Thread(target=self._finish_steps, name="speculators_compat capture", daemon=True).start()
         else:
-            self._sender = Sender(depot)
-        self._handles = [layers[k].register_forward_hook(self._hook(i, k)) for i, k in enumerate(layer_ids)]
+            self.sender = Sender(depot)
+        self._handles = []
+        for i, k in enumerate(layer_ids):
+            normed = final_norm is not None and k == len(layers) - 1
+            module = final_norm if final_norm is not None and normed else layers[k]
+            self._handles.append(module.register_forward_hook(self._hook(i, k, normed=normed)))
         self._journal = Journal()
         self._journal.wrap(runner, "execute_model", self._execute_model, adapter="capture")
         if not hasattr(runner, "input_batch"):  # model runner V2 lays out a new batch in every step
@@ -117,14 +134,14 @@ class Capture:
             handle.remove()
         self._journal.undo()
         self._steps.put(None)
-        self._sender.close()
+        self.sender.close()
 
     def reset(self) -> None:
         """Forget all requests."""
         with self._lock:
             for request in self._requests.values():
                 if request.parcel is not None:
-                    self._sender.release(request.parcel)
+                    self.sender.release(request.parcel)
             self._requests.clear()
             self._failed = False
 
@@ -172,7 +189,7 @@ class Capture:
                     why="their states cannot be seen",
                     mend="keep enforce_eager on: a compiled model or a replayed CUDA graph runs no hooks",
                 )
-            if self._cuda:
+            if self.on_cuda:
                 with torch.cuda.stream(self._stream):
                     step.extremes = _to_pinned(step.extremes)
                     step.tokens = _to_pinned(step.tokens)
@@ -182,15 +199,22 @@ class Capture:
         except Exception as error:
             self._fail(error)
 
-    def _hook(self, index: int, layer_id: int) -> Any:
+    def running_step(self) -> _Step | None:
+        """The forward pass that is running, with its layout; ``None`` in a profiling or warm-up pass."""
+        step = self._step
+        if step is None or self._failed:
+            return None
+        if step.spans is None:
+            step.spans, step.tokens = self._layout(step)
+        return step
+
+    def _hook(self, index: int, layer_id: int, *, normed: bool = False) -> Any:
         def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
-            step = self._step
-            if step is None or self._failed:
-                return  # a profiling or warm-up pass
             try:
-                if step.spans is None:
-                    step.spans, step.tokens = self._layout(step)
-                self._store(step, index, output)
+                step = self.running_step()
+                if step is None:
+                    return
+                self._store(step, index, normed_output(output) if normed else output)
                 step.seen.add(layer_id)
             except Exception as error:
                 # Raising here would take the worker down with the model in it; the caller is told instead.
@@ -222,7 +246,10 @@ class Capture:
                 wanted = min(count, len(request.prompt) - position)
                 if wanted > 0:
                     spans.append(_Span(id, row, position, wanted))
+                    if position + wanted == len(request.prompt):
+                        step.last.append((id, row + wanted - 1, step.size))
             row += count
+            step.size += 1
         # The runner prepares the next step in the same buffers.
         return spans, tokens[:row].clone() if isinstance(tokens, torch.Tensor) else None
 
@@ -241,9 +268,9 @@ class Capture:
         if not spans:
             return
         if step.extremes is None:
-            step.extremes = torch.zeros(len(self._ids), len(spans), dtype=hidden.dtype, device=hidden.device)
-        if not self._cuda:
-            for number, span in enumerate(spans):
+            step.extremes = torch.zeros(len(self._ids), rows, dtype=hidden.dtype, device=hidden.device)
+        if not self.on_cuda:
+            for span in spans:
                 piece = slice(span.row, span.row + span.count)
                 target = self._target(span, hidden)[index, span.position : span.position + span.count]
                 if residual is None:
@@ -252,7 +279,7 @@ class Capture:
                     torch.add(hidden[piece], residual[piece], out=target)
                 else:
                     target.copy_(hidden[piece] + residual[piece])
-                torch.linalg.vector_norm(target, ord=float("inf"), out=step.extremes[index, number])
+                step.extremes[index, piece] = torch.linalg.vector_norm(target, ord=float("inf"), dim=-1)
             return
         staging = self._staging.get(index)
         if staging is None or staging.dtype != hidden.dtype:
@@ -266,22 +293,22 @@ class Capture:
             torch.add(hidden[:rows], residual[:rows], out=staging[:rows])
         self._stream.wait_stream(compute)
         with torch.cuda.stream(self._stream):
-            for number, span in enumerate(spans):
+            torch.linalg.vector_norm(staging[:rows], ord=float("inf"), dim=-1, out=step.extremes[index])
+            for span in spans:
                 piece = staging[span.row : span.row + span.count]
                 target = self._target(span, hidden)[index, span.position : span.position + span.count]
                 target.copy_(piece, non_blocking=True)
-                torch.linalg.vector_norm(piece, ord=float("inf"), out=step.extremes[index, number])
             self._read[index].record()
 
     def _target(self, span: _Span, like: torch.Tensor) -> torch.Tensor:
         request = self._requests[span.id]
         if request.buffer is None:
             shape = (len(self._ids), len(request.prompt), int(like.shape[-1]))
-            request.buffer, request.parcel = self._sender.buffer(span.id, shape, like.dtype)
+            request.buffer, request.parcel = self.sender.buffer(span.id, shape, like.dtype)
         return request.buffer
 
     def _queue(self, step: _Step) -> None:
-        if self._cuda:
+        if self.on_cuda:
             self._steps.put(step)
         else:
             self._finish(step)
@@ -298,20 +325,19 @@ class Capture:
         if step.copied is not None:
             step.copied.synchronize()
         tokens = step.tokens.tolist() if step.tokens is not None else None
-        extremes = step.extremes.tolist() if step.extremes is not None else []
         with self._lock:
-            for number, span in enumerate(step.spans or ()):
+            for span in step.spans or ():
                 request = self._requests.get(span.id)
                 if request is None:
                     continue  # reset in the meantime
                 if tokens is not None:
                     _check_tokens(span, tokens, request.prompt)
-                for layer_id, row in zip(self._ids, extremes, strict=True):
-                    _check_values(span, layer_id, row[number])
+                if step.extremes is not None:
+                    _check_values(span, self._ids, step.extremes[:, span.row : span.row + span.count])
                 request.done.append((span.position, span.position + span.count))
                 if not request.missing() and request.parcel is not None:
                     del self._requests[span.id]
-                    self._sender.send(request.parcel)
+                    self.sender.send(request.parcel)
             for id in step.ended:
                 request = self._requests.pop(id, None)
                 if request is not None and request.prompt:
@@ -327,7 +353,7 @@ class Capture:
                 why="the states of this step are lost",
                 mend="report this with the versions that compat-check prints",
             )
-        self._sender.fail(error)
+        self.sender.fail(error)
 
 
 def left_layer(output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -372,17 +398,21 @@ def _check_tokens(span: _Span, tokens: list[int], prompt: list[int]) -> None:
         )
 
 
-def _check_values(span: _Span, layer_id: int, largest: float) -> None:
-    if not 0 < largest < float("inf"):
-        what = "only zeros" if largest == 0 else "NaN" if largest != largest else "infinite values"
-        raise CompatError(
-            "SC511",
-            found=f"request {span.id}: {what} after decoder layer {layer_id}, "
-            f"tokens {span.position} to {span.position + span.count - 1}",
-            expected="finite states that are not all zero",
-            why="a draft model trained on them would learn nothing, or diverge",
-            mend="try dtype=bfloat16 instead of float16, or another attention backend; check the checkpoint",
-        )
+def _check_values(span: _Span, layer_ids: list[int], extremes: torch.Tensor) -> None:
+    largest = extremes.amax(dim=1)  # NaN if there is one
+    if bool((largest > 0).all()) and bool(torch.isfinite(largest).all()):
+        return
+    index = next(i for i, value in enumerate(largest.tolist()) if not 0 < value < float("inf"))
+    value = float(largest[index])
+    what = "only zeros" if value == 0 else "NaN" if value != value else "infinite values"
+    raise CompatError(
+        "SC511",
+        found=f"request {span.id}: {what} after decoder layer {layer_ids[index]}, "
+        f"tokens {span.position} to {span.position + span.count - 1}",
+        expected="finite states that are not all zero",
+        why="a draft model trained on them would learn nothing, or diverge",
+        mend="try dtype=bfloat16 instead of float16, or another attention backend; check the checkpoint",
+    )
 
 
 def _unfinished(id: str, request: _Request) -> None:

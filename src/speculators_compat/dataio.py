@@ -1,9 +1,17 @@
 """Reading prepared prompts and writing hidden states so that nothing is lost and nothing wrong is kept.
 
 Input: JSONL, one object a line, ``{"input_ids": [int, ...], "loss_mask": [0 or 1, ...]}``.
-Output: what the trainer of speculators 0.3 and 0.4 reads, one ``data_N.pt`` a sample, where N is the line
-number counted from 0; ``sample_lengths.json``, which the trainer of 0.4 reads to plan its batches; and
-``manifest.json``, which says how the data was made.
+Output, in one of two formats:
+
+``pt``
+    what the trainer of speculators 0.3 and 0.4 reads: one ``data_N.pt`` a sample, where N is the line number
+    counted from 0, and ``sample_lengths.json``, by which the trainer of 0.4 plans its batches.
+``safetensors``
+    what the trainer of speculators 0.5 and later reads: ``hidden_states/hs_N.safetensors`` with ``token_ids`` and
+    ``hidden_states`` (tokens, layers, hidden size), where N counts the usable lines from 0, and beside them the
+    Arrow data set whose row N has the same tokens, their loss mask, and the line they came from.
+
+With either: ``manifest.json``, which says how the data was made, and ``checksums.b2``, as ``b2sum -c`` reads it.
 
 Every file appears whole or not at all: temporary file in the same folder, fsync, rename, fsync of the folder.
 A run that continues another trusts only the samples that still load and fit.
@@ -14,6 +22,7 @@ Nothing here imports torch until a sample is written or an old one is checked.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import errno
 import fcntl
@@ -33,6 +42,13 @@ from typing import Any, TypeVar
 
 from speculators_compat.detect import detect_all
 from speculators_compat.errors import CompatError, CompatWarning
+from speculators_compat.manifest import (
+    AFTER_NORM,
+    BEFORE_NORM,
+    number_of_layers,
+    tokenizer_hash,
+    weights_fingerprint,
+)
 
 __all__ = [
     "DataFile",
@@ -54,9 +70,10 @@ __all__ = [
 MANIFEST = "manifest.json"
 LENGTHS = "sample_lengths.json"
 LOCK = ".lock"
-MANIFEST_FORMAT = 1
+CHECKSUMS = "checksums.b2"
+MANIFEST_FORMAT = 2
 LAYER_CONVENTION = "after-layer"
-NORM_STATE = "before final norm"
+FORMATS = ("pt", "safetensors")
 
 # A longer line is skipped unread: a file that is one huge JSON array must not be taken into memory.
 MAX_LINE_BYTES = 64 * 2**20
@@ -81,7 +98,12 @@ FREE_VLLM_ARGS = frozenset(
     }
 )
 
-_DATA_NAME = re.compile(r"data_(0|[1-9][0-9]*)\.pt")
+_DATA_NAME = {
+    "pt": re.compile(r"data_(0|[1-9][0-9]*)\.pt"),
+    "safetensors": re.compile(r"hs_(0|[1-9][0-9]*)\.safetensors"),
+}
+#: Files of the Arrow data set, in the order in which they appear: a data set without the last one does not load.
+_ARROW_STATE = ("dataset_info.json", "state.json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _T = TypeVar("_T")
 
@@ -93,7 +115,7 @@ _T = TypeVar("_T")
 class Sample:
     """One prompt, cut to the longest length allowed.
 
-    ``index`` is the line number counted from 0 and names the output file. ``loss_mask`` is None where the
+    ``index`` is the line number counted from 0; ``ordinal`` counts the usable lines. ``loss_mask`` is None where the
     line has none. ``original_length`` is the number of tokens before the cut.
     """
 
@@ -101,6 +123,7 @@ class Sample:
     input_ids: list[int]
     loss_mask: list[int] | None
     original_length: int
+    ordinal: int | None = field(default=None, compare=False)
 
     @property
     def line(self) -> int:
@@ -181,8 +204,8 @@ def read_samples(
                     ) from None
                 yield skipped
                 continue
+            yield dataclasses.replace(sample, ordinal=good)
             good += 1
-            yield sample
 
 
 def _parse(raw: bytes, index: int, vocab_size: int | None, max_seq_len: int | None) -> Sample:
@@ -268,6 +291,17 @@ class Tally:
                     first.append(f"line {item.line}" + (f" ({item.detail})" if item.detail else ""))
                 self.reasons[item.reason] = (count + 1, first)
 
+    def facts(self) -> dict[str, Any]:
+        """For the manifest."""
+        return {
+            "lines_read": {
+                "usable": self.good,
+                "truncated": self.truncated,
+                "without_loss_mask": self.without_mask,
+                "skipped": {reason: count for reason, (count, _) in self.reasons.items()},
+            }
+        }
+
     def reason_lines(self) -> list[str]:
         """One line a reason: how often, and where first."""
         return [
@@ -351,6 +385,9 @@ class ModelFolder:
     path: str
     vocab_size: int | None = None
     config_sha256: str | None = None
+    num_layers: int | None = None
+    weights: str | None = None
+    tokenizer_sha256: str | None = None
 
 
 def check_model_folder(path: str) -> ModelFolder:
@@ -401,7 +438,17 @@ def check_model_folder(path: str) -> ModelFolder:
         raise wrong(f"{type(error).__name__}: {error}") from error
     text = config.get("text_config")
     vocab = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
-    return ModelFolder(path, vocab if isinstance(vocab, int) else None, hashlib.sha256(raw).hexdigest())
+    try:
+        return ModelFolder(
+            path,
+            vocab if isinstance(vocab, int) else None,
+            hashlib.sha256(raw).hexdigest(),
+            number_of_layers(config),
+            weights_fingerprint(folder),
+            tokenizer_hash(folder),
+        )
+    except OSError as error:
+        raise wrong(f"{error.filename}: {error.strerror}") from error
 
 
 def installed_versions() -> dict[str, str | None]:
@@ -422,18 +469,29 @@ def make_settings(
     layer_ids: Sequence[int] | None,
     max_seq_len: int,
     vllm_args: Mapping[str, Any] | None = None,
+    final_norm: bool = False,
+    output: str = "pt",
 ) -> dict[str, Any]:
-    """What decides the values written. A run may continue another only where all of it agrees."""
+    """What decides the values written. A run may continue another only where all of it agrees.
+
+    Args:
+        layer_ids: after-layer ids, see :mod:`speculators_compat.layer_ids`; ``None`` for the generator's choice.
+        final_norm: the last layer's state is taken after the model's final norm.
+        output: ``pt`` or ``safetensors``.
+    """
     free = vllm_args or {}
     return {
+        "format": output,
         "model": {
             "path": os.path.abspath(model.path) if model.config_sha256 else model.path,
             "config_sha256": model.config_sha256,
+            "weights": model.weights,
+            "tokenizer_sha256": model.tokenizer_sha256,
         },
         "data": {"sha256": data.sha256, "bytes": data.bytes},
         "layer_ids": "default" if layer_ids is None else list(layer_ids),
         "layer_convention": LAYER_CONVENTION,
-        "norm_state": NORM_STATE,
+        "norm_state": AFTER_NORM if final_norm else BEFORE_NORM,
         "max_seq_len": max_seq_len,
         "dtype": str(free.get("dtype", "auto")),
         "vllm_args": {key: value for key, value in sorted(free.items()) if key not in FREE_VLLM_ARGS},
@@ -444,26 +502,53 @@ def make_settings(
 # --------------------------------------------------------------------------------------------------- writing
 
 
-def find_finished(output_dir: str | os.PathLike[str], *, layers: int | None = None) -> dict[int, int]:
-    """Finished samples of a folder: index and number of tokens.
+def find_finished(output_dir: str | os.PathLike[str], *, layers: int | None = None, output: str = "pt") -> dict[int, int]:
+    """Finished samples of a folder: number and tokens of each.
 
     Only files that load and fit count: right keys, equal lengths, and ``layers`` layers where it is given.
     """
-    return _scan(Path(output_dir), layers)[0]
+    return _scan(samples_folder(Path(output_dir), output), layers, output)[0]
 
 
-def _scan(folder: Path, layers: int | None) -> tuple[dict[int, int], list[Path]]:
+def samples_folder(folder: Path, output: str) -> Path:
+    """Where the samples lie in an output folder."""
+    return folder / "hidden_states" if output == "safetensors" else folder
+
+
+def _scan(folder: Path, layers: int | None, output: str) -> tuple[dict[int, int], list[Path]]:
     finished: dict[int, int] = {}
     damaged: list[Path] = []
+    length_of = _validated_length if output == "pt" else _validated_safetensors
     for entry in sorted(folder.iterdir()):
-        match = _DATA_NAME.fullmatch(entry.name)
+        match = _DATA_NAME[output].fullmatch(entry.name)
         if match:
-            length = _validated_length(entry, layers)
+            length = length_of(entry, layers)
             if length is None:
                 damaged.append(entry)
             else:
                 finished[int(match[1])] = length
     return finished, damaged
+
+
+def _validated_safetensors(path: Path, layers: int | None) -> int | None:
+    from safetensors import safe_open
+
+    try:
+        # Opening checks the header and that the file has exactly the bytes it promises.
+        with safe_open(path, framework="pt") as data:
+            states, ids = data.get_slice("hidden_states"), data.get_slice("token_ids")
+            length, found, _ = states.get_shape()
+            good = (
+                set(data.keys()) == {"hidden_states", "token_ids"}
+                and length > 0
+                and ids.get_shape() == [length]
+                and ids.get_dtype() == "I64"
+                and (layers is None or found == layers)
+                and states.get_dtype() in ("F64", "F32", "F16", "BF16")
+            )
+    except Exception:  # whatever a damaged or foreign file raises
+        return None
+    return int(length) if good else None
 
 
 def _validated_length(path: Path, layers: int | None) -> int | None:
@@ -496,14 +581,20 @@ class SampleWriter:
         output_dir: made where it is missing.
         settings: what decides the values, see :func:`make_settings`. A folder that holds samples made with
             other settings is refused with SC604.
+        checksums: keep ``checksums.b2``; it costs a pass over each sample's bytes.
 
     Raises:
         CompatError: SC602 no space, SC603 can't write, SC604 other settings, SC607 folder in use.
     """
 
-    def __init__(self, output_dir: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, output_dir: str | os.PathLike[str], settings: Mapping[str, Any], *, checksums: bool = True
+    ) -> None:
         self.folder = Path(output_dir)
         self.settings: dict[str, Any] = json.loads(json.dumps(settings))
+        self.output = str(self.settings.get("format", "pt"))
+        self.samples = samples_folder(self.folder, self.output)
+        self._sums: dict[str, str] | None = {} if checksums else None
         self.damaged: list[str] = []
         self.written = 0
         self.written_tokens = 0
@@ -515,14 +606,19 @@ class SampleWriter:
         try:
             self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
             self._take_lock()
-            for leftover in self.folder.glob("*.tmp"):
-                leftover.unlink()
+            self.samples.mkdir(mode=0o755, exist_ok=True)
+            for leftover in [*self.folder.glob("*.tmp"), *self.samples.glob("*.tmp")]:
+                if leftover.is_dir():
+                    shutil.rmtree(leftover)
+                else:
+                    leftover.unlink(missing_ok=True)
             self._recorded = self._read_manifest()
             self._form = self._recorded.get("form")
-            self.finished, damaged = _scan(self.folder, self._expected_layers())
+            self.finished, damaged = _scan(self.samples, self._expected_layers(), self.output)
             for path in damaged:
                 path.unlink()
                 self.damaged.append(path.name)
+            self._read_checksums()
         except OSError as error:
             self._release_lock()
             raise _write_error(Path(error.filename or self.folder), 0, error) from error
@@ -549,12 +645,24 @@ class SampleWriter:
 
     def is_finished(self, sample: Sample) -> bool:
         """Whether the sample is on disk, whole."""
-        return self.finished.get(sample.index) == len(sample.input_ids)
+        return self.finished.get(self._number(sample)) == len(sample.input_ids)
+
+    def _number(self, sample: Sample) -> int:
+        if self.output == "pt":
+            return sample.index
+        return sample.index if sample.ordinal is None else sample.ordinal
+
+    def _path(self, number: int) -> Path:
+        return self.samples / (f"data_{number}.pt" if self.output == "pt" else f"hs_{number}.safetensors")
 
     def record(self, **facts: Any) -> None:
         """Note facts in the manifest that a resumed run need not share, as the adapters applied."""
-        self._recorded.update(json.loads(json.dumps(facts, default=str)))
+        self.note(**facts)
         self._write_manifest(complete=False)
+
+    def note(self, **facts: Any) -> None:
+        """The same, but written only with the manifest's next version."""
+        self._recorded.update(json.loads(json.dumps(facts, default=str)))
 
     def write(self, sample: Sample, result: Mapping[str, Any]) -> int:
         """Write one sample with its hidden states; returns the bytes written.
@@ -583,11 +691,23 @@ class SampleWriter:
             if sample.loss_mask is None
             else torch.tensor(sample.loss_mask, dtype=torch.long)
         )
-        content = {"input_ids": ids, "hidden_states": states, "loss_mask": mask}
         size = sum(tensor.numel() * tensor.element_size() for tensor in (ids, mask, *states))
-        path = self.folder / f"data_{sample.index}.pt"
-        count = _write_atomically(path, lambda out: torch.save(content, out), expected_bytes=size)
-        self.finished[sample.index] = len(sample.input_ids)
+        number = self._number(sample)
+        path = self._path(number)
+        digest = hashlib.blake2b() if self._sums is not None else None
+        if self.output == "pt":
+            content = {"input_ids": ids, "hidden_states": states, "loss_mask": mask}
+            count = _write_atomically(
+                path, lambda out: torch.save(content, out), expected_bytes=size, digest=digest
+            )
+        else:
+            from safetensors.torch import save
+
+            data = save({"token_ids": ids, "hidden_states": torch.stack(states, dim=1)})
+            count = _write_atomically(path, lambda out: out.write(data), expected_bytes=size, digest=digest)
+        if digest is not None:
+            self._add_checksum(path, digest.hexdigest())
+        self.finished[number] = len(sample.input_ids)
         self.written += 1
         self.written_tokens += len(sample.input_ids)
         self.written_bytes += count
@@ -599,9 +719,68 @@ class SampleWriter:
             return
         try:
             self._write_lengths()
+            self._write_checksums()
             self._write_manifest(complete=complete)
         finally:
             self._release_lock()
+
+    def write_dataset(self, samples: Iterable[Sample]) -> int:
+        """Write the Arrow data set that the trainer of speculators 0.5 and later reads beside the samples.
+
+        Args:
+            samples: all usable lines again, in their order.
+
+        Returns:
+            The number of rows: those whose samples are finished, up to the first that is not.
+
+        Raises:
+            CompatError: SC610 without the ``datasets`` package; SC602, SC603.
+        """
+        try:
+            from datasets import Dataset, Features, Sequence, Value
+            from datasets.arrow_writer import ArrowWriter
+        except ImportError as error:
+            raise CompatError(
+                "SC610",
+                found=f"the Arrow data set can't be written: {error}",
+                expected="the datasets package, which speculators from 0.5 on depends on too",
+                why="its trainer reads the tokens and loss masks from there; the hidden states are written",
+                mend="pip install datasets, then repeat the same command",
+            ) from None
+        whole = Sequence(Value("int64"))
+        features = Features(
+            {"input_ids": whole, "loss_mask": whole, "seq_len": Value("int64"), "line": Value("int64")}
+        )
+        scratch = self.folder / "dataset.tmp"
+        try:
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir()
+            rows = 0
+            with ArrowWriter(features=features, path=str(scratch / "rows.arrow")) as arrow:
+                for sample in samples:
+                    if sample.ordinal != rows or not self.is_finished(sample):
+                        break
+                    ids = sample.input_ids
+                    mask = [1] * len(ids) if sample.loss_mask is None else sample.loss_mask
+                    arrow.write({"input_ids": ids, "loss_mask": mask, "seq_len": len(ids), "line": sample.line})
+                    rows += 1
+                arrow.finalize()
+            if rows:
+                data = Dataset.from_file(str(scratch / "rows.arrow"))
+                data.set_format("torch")
+                data.save_to_disk(str(scratch / "saved"))
+                for name in _ARROW_STATE:
+                    (self.folder / name).unlink(missing_ok=True)
+                for old in self.folder.glob("data-*.arrow"):
+                    old.unlink()
+                made = sorted(path.name for path in (scratch / "saved").iterdir())
+                for name in sorted(made, key=lambda name: (name in _ARROW_STATE, name)):
+                    os.replace(scratch / "saved" / name, self.folder / name)
+                _sync_folder(self.folder)
+            shutil.rmtree(scratch)
+        except OSError as error:
+            raise _write_error(self.folder, 0, error) from error
+        return rows
 
     # ---- the result
 
@@ -611,7 +790,7 @@ class SampleWriter:
         def wrong(found: str, expected: str) -> CompatError:
             return CompatError(
                 "SC608",
-                found=f"sample of line {sample.line} (data_{sample.index}.pt): {found}",
+                found=f"sample of line {sample.line} ({self._path(self._number(sample)).name}): {found}",
                 expected=expected,
                 why="hidden states that belong to other tokens train a draft model badly without any error",
                 mend="nothing was written for it; run compat-check, and report this with its output",
@@ -660,7 +839,12 @@ class SampleWriter:
 
     def _read_manifest(self) -> dict[str, Any]:
         path = self.folder / MANIFEST
-        has_data = any(_DATA_NAME.fullmatch(entry.name) for entry in self.folder.iterdir())
+        has_data = any(
+            pattern.fullmatch(entry.name)
+            for output, pattern in _DATA_NAME.items()
+            if samples_folder(self.folder, output).is_dir()
+            for entry in samples_folder(self.folder, output).iterdir()
+        )
         if not has_data:
             return {}
 
@@ -680,7 +864,7 @@ class SampleWriter:
                 raise TypeError("settings or recorded is not an object")
         except FileNotFoundError:
             raise refuse(
-                f"{self.folder} holds data_*.pt but no {MANIFEST}",
+                f"{self.folder} holds samples but no {MANIFEST}",
                 "an empty folder, or one of an earlier run",
             ) from None
         except (ValueError, KeyError, TypeError) as error:
@@ -709,7 +893,51 @@ class SampleWriter:
         }
         _write_json(self.folder / MANIFEST, manifest)
 
+    # ---- checksums: lines are appended as samples appear; at the end the file is written anew, in order
+
+    def _read_checksums(self) -> None:
+        if self._sums is None:
+            return
+        known: dict[str, str] = {}
+        with contextlib.suppress(FileNotFoundError):
+            for line in (self.folder / CHECKSUMS).read_text(errors="replace").splitlines():
+                digest, _, name = line.partition("  ")
+                if len(digest) == 128:
+                    known[name] = digest
+        for number in self.finished:
+            path = self._path(number)
+            name = str(path.relative_to(self.folder))
+            # A kill may fall between a sample's appearance and its line.
+            self._sums[name] = known.get(name) or file_checksum(path)
+        self._write_checksums()
+
+    def _add_checksum(self, path: Path, digest: str) -> None:
+        assert self._sums is not None
+        name = str(path.relative_to(self.folder))
+        self._sums[name] = digest
+        try:
+            with open(self.folder / CHECKSUMS, "a") as stream:
+                stream.write(f"{digest}  {name}\n")
+        except OSError as error:
+            raise _write_error(self.folder / CHECKSUMS, 200, error) from error
+
+    def _write_checksums(self) -> None:
+        if self._sums is None:
+            return
+        names = sorted(self._sums, key=lambda name: (len(name), name))
+        content = "".join(f"{self._sums[name]}  {name}\n" for name in names).encode()
+        _write_atomically(
+            self.folder / CHECKSUMS, lambda out: out.write(content), expected_bytes=len(content)
+        )
+        self._recorded["checksums"] = {
+            "file": CHECKSUMS,
+            "algorithm": "BLAKE2b-512",
+            "of_the_file": hashlib.blake2b(content).hexdigest(),
+        }
+
     def _write_lengths(self) -> None:
+        if self.output != "pt":
+            return  # the Arrow data set has them
         _write_json(
             self.folder / LENGTHS, {str(index): self.finished[index] for index in sorted(self.finished)}
         )
@@ -759,6 +987,8 @@ def _diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 class _Output:
     """The file given to torch.save: counts bytes and keeps the real error, which torch may hide."""
 
+    digest: Any = None
+
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self.count = 0
@@ -771,6 +1001,8 @@ class _Output:
             self.error = self.error or error
             raise
         self.count += count
+        if self.digest is not None:
+            self.digest.update(data)
         return count
 
     def flush(self) -> None:
@@ -781,7 +1013,18 @@ class _Output:
             raise
 
 
-def _write_atomically(path: Path, produce: Callable[[_Output], object], *, expected_bytes: int) -> int:
+def file_checksum(path: Path) -> str:
+    """BLAKE2b-512 of a file, as ``b2sum`` prints it."""
+    digest = hashlib.blake2b()
+    with open(path, "rb") as stream:
+        while block := stream.read(2**22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _write_atomically(
+    path: Path, produce: Callable[[_Output], object], *, expected_bytes: int, digest: Any = None
+) -> int:
     # Not "*.pt.tmp.pt" or the like: the trainer takes every file whose name ends in "pt".
     temporary = path.with_name(path.name + ".tmp")
     out: _Output | None = None
@@ -790,6 +1033,7 @@ def _write_atomically(path: Path, produce: Callable[[_Output], object], *, expec
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
         with os.fdopen(handle, "wb") as stream:
             out = _Output(stream)
+            out.digest = digest
             produce(out)
             stream.flush()
             os.fsync(handle)

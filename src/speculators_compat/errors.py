@@ -75,7 +75,7 @@ class CompatWarning(UserWarning):
 
 
 # SC1xx what is installed / SC2xx the matrix / SC3xx adapters and activation / SC4xx the caller's input /
-# SC5xx the engine and the capture / SC6xx data read and written / SC9xx the check itself
+# SC5xx the engine and the capture / SC6xx data read and written / SC7xx the run to be made / SC9xx the check itself
 CATALOG: dict[str, ErrorInfo] = {
     # SC1xx: what is installed
     "SC100": ErrorInfo(
@@ -198,6 +198,28 @@ CATALOG: dict[str, ErrorInfo] = {
         "and nothing of this call is returned; the worker itself goes on.\n"
         "Please report it with the output of compat-check.",
     ),
+    "SC515": ErrorInfo(
+        "A sample's states are not its own",
+        "vLLM samples one token for every prompt. The model's final norm and LM head, applied to the captured state of "
+        "the prompt's last token, must give that token. For this prompt they did not, so the state belongs to another "
+        "prompt, token or layer. It was not returned; the error's .results holds the other prompts' states and .failed "
+        "names the prompts.\n"
+        "Run the prompt again; report it if it fails again.",
+    ),
+    "SC516": ErrorInfo(
+        "The captured states do not belong to their prompts",
+        "The proof described under SC515 fails again and again, so the fault is not one sample's: rows are attributed "
+        "in the wrong order, another layer is captured than the one asked for, or the last state's norm is another. "
+        "The message names the likely cause.\n"
+        "Stop, and report the model and the versions that compat-check prints.",
+    ),
+    "SC517": ErrorInfo(
+        "The run made no progress",
+        "Nothing happened for the time that the watchdog allows; the message names the stage. A worker hangs, in a "
+        "collective operation (NCCL) or on a file system. The workers were ended and their memory is free.\n"
+        "Run again: finished samples are kept. A slow start of a large model may need more time: "
+        "SPECULATORS_COMPAT_WATCHDOG is in seconds, and the start is given four times as much.",
+    ),
     "SC601": ErrorInfo(
         "a line of the prepared data can't be used",
         "Each line is one JSON object with input_ids (a list of token ids, not empty, all inside the\n"
@@ -250,6 +272,261 @@ CATALOG: dict[str, ErrorInfo] = {
         "layer's shape with the number of tokens. A difference means that states of other tokens were\n"
         "captured. The sample is not written.\n"
         "Mend: run compat-check, and report the message together with its output.",
+    ),
+    "SC610": ErrorInfo(
+        "the Arrow data set can't be written",
+        "The trainer of speculators 0.5 and later reads tokens and loss masks from an Arrow data set and only the hidden "
+        "states from hs_N.safetensors. Writing it needs the datasets package.\n"
+        "Mend: pip install datasets, then repeat the same command; finished samples are kept.",
+    ),
+    "SC611": ErrorInfo(
+        "the data set can't be verified",
+        "verify reads manifest.json and the samples, and computes some of them again with transformers on this host. "
+        "The manifest or the samples are missing, the model is not the one that made them, transformers does not know "
+        "its architecture, or it does not fit into memory.\n"
+        "Mend: see the message; --checksums-only compares the files with checksums.b2 and needs no model.",
+    ),
+    "SC612": ErrorInfo(
+        "samples are not what the model computes",
+        "A sample's states differ from an independent forward pass by more than rounding, or a file is not what was "
+        "written. The message names the samples, and the layer that would fit where another one does.\n"
+        "Mend: don't train on the data; run compat-check, and report the message together with its output.",
+    ),
+    # SC7xx: the run that is to be made (compat-check with options)
+    "SC107": ErrorInfo(
+        "Adapters are switched off",
+        "SPECULATORS_COMPAT_WITHOUT names adapters that are left out. It exists to find out which of them\n"
+        "a failure depends on, and to prove that each is needed. Without a needed adapter the extraction\n"
+        "fails, or is wrong without an error.\n"
+        "Mend: unset SPECULATORS_COMPAT_WITHOUT",
+    ),
+    "SC700": ErrorInfo(
+        "The model's folder",
+        "--model is a folder, or a name on the hub whose snapshot is in the local cache (HF_HOME). Its\n"
+        "links are followed. Nothing is downloaded.\n"
+        "Mend: check the path, or fetch the model first: hf download ORG/NAME",
+    ),
+    "SC701": ErrorInfo(
+        "The model's config",
+        "config.json must be a JSON object that names an architecture, a layer count and a hidden size, at\n"
+        "the top or in a nested text config (text_config, thinker_config, language_config, llm_config).\n"
+        "Layers, heads, experts and vocabulary are read from it, and nothing of the model's is run.\n"
+        "Mend: fetch config.json again, or give the folder of the whole model.",
+    ),
+    "SC702": ErrorInfo(
+        "The model's tokenizer",
+        "The generator loads the tokenizer before the model. Its token ids must lie below the config's\n"
+        "vocab_size; ids beyond it mean that the tokenizer belongs to another model.\n"
+        "Mend: fetch the tokenizer's files again.",
+    ),
+    "SC703": ErrorInfo(
+        "The list of weight files",
+        "model.safetensors.index.json names the file of each tensor. Every file must be there; links, as in\n"
+        "the hub's cache, must lead somewhere.\n"
+        "Mend: hf download fetches what is missing and nothing else.",
+    ),
+    "SC704": ErrorInfo(
+        "The weight files are whole",
+        "A safetensors file says in its header where its last tensor ends, so its right length is known\n"
+        "without reading the tensors. A shorter file is a download that was cut off. The tensors that the\n"
+        "index expects in it must be in the header.\n"
+        "Mend: delete the file that is named and fetch it again.",
+    ),
+    "SC705": ErrorInfo(
+        "Dtype and quantization",
+        "vLLM runs the model in the config's dtype (float32 becomes bfloat16) unless dtype is given; the\n"
+        "states have that dtype. The quantization method must be one of the installed vLLM's.\n"
+        "Mend: leave dtype to the config, and install a vLLM that has the method.",
+    ),
+    "SC706": ErrorInfo(
+        "Code that comes with the model",
+        "auto_map names Python files that transformers runs when trust_remote_code is set. They are read\n"
+        "here, never run: whether they are there, are Python, and import only what is installed.\n"
+        "Mend: install what is missing; read the files before you trust them.",
+    ),
+    "SC707": ErrorInfo(
+        "The architecture and this vLLM",
+        "The architecture is looked up in the registry of the installed vLLM by reading its source.\n"
+        "Another package can register more; the check can't see those.\n"
+        "Mend: install a vLLM that has the architecture.",
+    ),
+    "SC708": ErrorInfo(
+        "How states are captured",
+        "Native: the model's class in vLLM lists SupportsEagle3. Shimmed: it does not, and this package\n"
+        "captures what leaves its decoder layers all the same. The path is where the layers are expected;\n"
+        "it is looked up in the loaded model.\n"
+        "Mend: nothing has to be done; a rehearsal proves it for this model: compat-check --rehearse",
+    ),
+    "SC710": ErrorInfo(
+        "Sizes that tensor parallel divides",
+        "Heads, KV heads, MLP and expert widths, the padded vocabulary, and the blocks of a quantization\n"
+        "must divide by the tensor parallel size; with expert parallel the experts must.\n"
+        "Mend: take a tensor parallel size that divides all of them.",
+    ),
+    "SC711": ErrorInfo(
+        "Pipeline parallel",
+        "Each pipeline rank sees its own decoder layers only.\n"
+        "Mend: use tensor parallel instead.",
+    ),
+    "SC712": ErrorInfo(
+        "Visible GPUs",
+        "One GPU is needed for each rank. nvidia-smi is asked, and given 5 seconds; CUDA_VISIBLE_DEVICES is\n"
+        "obeyed. Without a GPU the checks of device memory are skipped.\n"
+        "Mend: unset CUDA_VISIBLE_DEVICES, or take a smaller tensor parallel size.",
+    ),
+    "SC713": ErrorInfo(
+        "Who holds GPU memory",
+        "vLLM refuses to start unless its share (--gpu-memory-utilization) is free on each GPU. Workers of a\n"
+        "crashed run keep theirs until they are ended.\n"
+        "Mend: look at the processes that are named, and end those that are dead runs of yours.",
+    ),
+    "SC714": ErrorInfo(
+        "Device memory",
+        "vLLM's share must hold the weights, one step's activations and the KV cache of at least one\n"
+        "prompt. Capture buffers (layers x tokens of a step x hidden size x bytes) come on top, outside\n"
+        "that share. Activations are an estimate; vLLM measures them.\n"
+        "Mend: another --gpu-memory-utilization, more GPUs, fewer layers, or a smaller batch.",
+    ),
+    "SC715": ErrorInfo(
+        "Shared memory for a batch",
+        "States of all prompts in flight lie in /dev/shm until the script has taken them: tokens x layers x\n"
+        "hidden size x bytes.\n"
+        "Mend: docker run --shm-size=16g, or a smaller --batch-size.",
+    ),
+    "SC716": ErrorInfo(
+        "Layer ids",
+        "Id k is the state that leaves decoder layer k, from 0. EAGLE-3, vLLM and speculators from 0.5 on\n"
+        "count boundaries: boundary k is id k - 1.\n"
+        "Mend: give ids from 0 to the number of layers minus 1, each once.",
+    ),
+    "SC717": ErrorInfo(
+        "The longest sequence",
+        "The model's longest sequence must hold --max-seq-len and the one token that is sampled.\n"
+        "Mend: a smaller --max-seq-len.",
+    ),
+    "SC720": ErrorInfo(
+        "Lines of the prepared data",
+        "Every line is judged as the run will: JSON, input_ids a list of token ids, loss_mask of 0 and 1.\n"
+        "Bad lines are skipped by the run and reported at its end.\n"
+        "Mend: look at the line that is named.",
+    ),
+    "SC721": ErrorInfo(
+        "Token ids and the vocabulary",
+        "Token ids must lie below the model's vocab_size. Ids beyond it come from another tokenizer; then\n"
+        "the smaller ids are wrong too, without an error.\n"
+        "Mend: tokenize with the tokenizer of --model.",
+    ),
+    "SC722": ErrorInfo(
+        "Lengths of the samples",
+        "Longer samples are cut to --max-seq-len; what is cut is the end, where the answers are.\n"
+        "Mend: a larger --max-seq-len, if memory allows.",
+    ),
+    "SC723": ErrorInfo(
+        "Loss masks",
+        "loss_mask says which tokens are trained on. A sample whose mask is all zero trains nothing; without\n"
+        "a mask all ones are written; one of another length makes the line unusable.\n"
+        "Mend: prepare the data with a chat template that marks the assistant's turns.",
+    ),
+    "SC724": ErrorInfo(
+        "Duplicate lines",
+        "Lines that are the same byte for byte.\n"
+        "Mend: awk '!seen[$0]++' FILE.jsonl > unique.jsonl",
+    ),
+    "SC725": ErrorInfo(
+        "Space for the samples",
+        "Each token takes layers x hidden size x bytes, and 16 bytes for its id and mask.\n"
+        "Mend: a larger disk, or fewer layers.",
+    ),
+    "SC726": ErrorInfo(
+        "The output folder",
+        "It must be a folder, or be possible to make, and this user must be able to write there. On tmpfs\n"
+        "the samples fill the memory; on a network file system every sample waits for the server.\n"
+        "Mend: give a folder on a local disk.",
+    ),
+    "SC727": ErrorInfo(
+        "What an earlier run left",
+        "A folder with samples can be resumed with the same settings only, and by one run at a time.\n"
+        "Mend: repeat the old command, or give another --output-dir.",
+    ),
+    "SC730": ErrorInfo(
+        "Shared memory of the host",
+        "vLLM's workers, NCCL and the hand-over of states use /dev/shm. Docker gives 64 MiB unless told\n"
+        "otherwise.\n"
+        "Mend: docker run --shm-size=16g",
+    ),
+    "SC731": ErrorInfo(
+        "The limit of open files",
+        "Shards, sockets and shared memory are open files.\n"
+        "Mend: ulimit -n 65536",
+    ),
+    "SC732": ErrorInfo(
+        "Memory of the host",
+        "Memory that is available, within the container's limit, and the limit of address space.\n"
+        "Mend: end what holds the memory, or raise the limit.",
+    ),
+    "SC733": ErrorInfo(
+        "How workers are started",
+        "VLLM_WORKER_MULTIPROC_METHOD is spawn or fork. A forked worker can't use CUDA once its parent has.\n"
+        "A spawned one imports the script again, which therefore needs its main guard.\n"
+        "Mend: export VLLM_WORKER_MULTIPROC_METHOD=spawn",
+    ),
+    "SC734": ErrorInfo(
+        "Variables of a launcher",
+        "RANK, WORLD_SIZE and the like are set by torchrun, mpirun and batch systems. vLLM's workers read\n"
+        "some of them, and tensor parallel waits for ranks that never come.\n"
+        "Mend: start the script without a launcher, or unset the variables that are named.",
+    ),
+    "SC735": ErrorInfo(
+        "Variables of NCCL",
+        "NCCL ignores names and values that it does not know, so a slip of the pen changes nothing and says\n"
+        "nothing. NCCL_DEBUG=INFO prints thousands of lines from each worker.\n"
+        "Mend: correct or unset the variables that are named.",
+    ),
+    "SC736": ErrorInfo(
+        "Variables of vLLM",
+        "Variables that change which engine or model runner is used, and names that this vLLM does not\n"
+        "know.\n"
+        "Mend: unset the variables that are named.",
+    ),
+    "SC740": ErrorInfo(
+        "The rehearsal",
+        "The same architecture with a few small layers and random weights goes the whole way: real tokenizer\n"
+        "and config code, vLLM's real classes and workers, all adapters, capture, writing, reading back,\n"
+        "and a comparison with an independent capture. SC740 itself: the small model could not be made.\n"
+        "Mend: the message says what is missing; the weights are not needed.",
+    ),
+    "SC741": ErrorInfo(
+        "The rehearsal failed while importing",
+        "speculators' generator or vLLM could not be imported, or an adapter refused.\n"
+        "Mend: the message names the adapter concerned; compat-check --explain ADAPTER",
+    ),
+    "SC742": ErrorInfo(
+        "The rehearsal failed while starting",
+        "Config, tokenizer, model, KV cache or capture set-up of the small model failed. The real run would\n"
+        "fail in the same place, after the load.\n"
+        "Mend: the message names the adapter concerned; compat-check --explain ADAPTER",
+    ),
+    "SC743": ErrorInfo(
+        "The rehearsal failed while generating",
+        "40 prompts in one call did not come back.\n"
+        "Mend: the message names the adapter concerned; compat-check --explain ADAPTER",
+    ),
+    "SC744": ErrorInfo(
+        "The rehearsal's states are wrong",
+        "States differ from those that independent hooks saw enter the next layer, one prompt at a time, or\n"
+        "came back in another order.\n"
+        "Mend: do not start the run; report the message with the output of compat-check --json",
+    ),
+    "SC745": ErrorInfo(
+        "The rehearsal failed while writing",
+        "Samples could not be written, or read back other than they were.\n"
+        "Mend: look at the error; the folder used is a temporary one.",
+    ),
+    "SC746": ErrorInfo(
+        "The rehearsal left something behind",
+        "After shutdown() worker processes or shared memory were still there. A real run would leave GPU\n"
+        "memory held.\n"
+        "Mend: end the processes that are named, and report the message.",
     ),
     # SC9xx: the check itself
     "SC301": ErrorInfo(
@@ -331,6 +608,32 @@ CATALOG: dict[str, ErrorInfo] = {
         "Each prompt is a non-empty list of token ids below the target model's vocabulary size. Nothing of this call "
         "was computed; results of earlier calls are not affected.\n"
         "Leave the prompt out, or tokenize with the target model's tokenizer.",
+    ),
+    "SC408": ErrorInfo(
+        "Prefix caching is on",
+        "With prefix caching vLLM does not compute again the tokens that an earlier prompt began with, so their states "
+        "cannot be captured, and prompts with a common beginning would be refused one by one in the middle of a run "
+        "(SC503). So it is refused before the start. Chunked prefill and preemption do no harm.\n"
+        "Leave enable_prefix_caching out of the vLLM arguments.",
+    ),
+    "SC409": ErrorInfo(
+        "The final norm could not be found",
+        "final_norm asks for the last layer's state after the model's final norm, which is looked for beside the decoder "
+        "layers. There is none, or more than one.\n"
+        "Leave final_norm off: the state before the norm is returned, and the norm can be applied when training.",
+    ),
+    "SC410": ErrorInfo(
+        "The watchdog's time is not a number",
+        "SPECULATORS_COMPAT_WATCHDOG, or configure(watchdog=...), is the number of seconds without progress after which "
+        "a run is ended. 0 means never.\n"
+        "Pass a number of seconds, or leave it out for 1800.",
+    ),
+    "SC411": ErrorInfo(
+        "Layer ids in another convention",
+        "speculators 0.3 and 0.4 count the layer that a state leaves (after-layer k); EAGLE-3, vLLM and speculators from "
+        "0.5 on count boundaries: boundary k is the state that enters layer k, so after-layer k is boundary k + 1. "
+        "Boundary 0, the embeddings, leaves no layer.\n"
+        "The message shows the ids translated; speculators_compat.layer_ids translates any list.",
     ),
     "SC501": ErrorInfo(
         "The decoder layers could not be found",

@@ -8,7 +8,8 @@ What callers hold in this way is bounded; beyond the bound results are copied in
 The socket lies in the depot, a folder that only this user can enter, and carries JSON lines:
 
 ========  =====================================================================================
-worker    ``{"id", "file", "size", "shape", "dtype"}`` a request is complete; ``{"error"}``; ``{"drop"}`` a file is gone
+worker    ``{"id", "file", "size", "shape", "dtype"}`` a request is complete; ``{"error"}``; ``{"drop"}`` a file is gone;
+          ``{"proof"}`` what :mod:`~speculators_compat.alignment` found for a request
 caller    ``{"free"}`` a file can be used again
 ========  =====================================================================================
 """
@@ -109,6 +110,8 @@ class Depot:
         self._changed = threading.Condition()
         self._expected: set[str] = set()
         self._arrived: dict[str, Parcel] = {}
+        self._unproved: set[str] = set()
+        self._proofs: dict[str, dict[str, Any]] = {}
         self._maps: dict[int, mmap.mmap] = {}
         self._error: CompatError | None = None
         self._worker: _Lines | None = None
@@ -122,7 +125,9 @@ class Depot:
     def expect(self, ids: Iterable[str]) -> None:
         """Requests whose states will be collected; any others are thrown away as they arrive."""
         with self._changed:
+            ids = list(ids)
             self._expected.update(ids)
+            self._unproved.update(ids)
 
     def collect(self, id: str, rows: list[int]) -> list[torch.Tensor]:
         """States of a request that vLLM reports as finished.
@@ -155,10 +160,19 @@ class Depot:
             self._expected.discard(id)
         return self._open(parcel, rows)
 
+    def proof(self, id: str, patience: float) -> dict[str, Any] | None:
+        """What the worker found for a request that vLLM finished; ``None`` if nothing comes in ``patience`` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: id in self._proofs or self._gone, timeout=patience)
+            self._unproved.discard(id)
+            return self._proofs.pop(id, None)
+
     def forget(self) -> None:
         """Throw away whatever has arrived and is still expected."""
         with self._changed:
             self._expected.clear()
+            self._unproved.clear()
+            self._proofs.clear()
             self._error = None
             parcels = list(self._arrived.values())
             self._arrived.clear()
@@ -195,6 +209,11 @@ class Depot:
         with self._changed:
             if "error" in message:
                 self._error = CompatError.from_dict(message["error"])
+            elif "proof" in message:
+                id = message["proof"]["id"]
+                id = id if id in self._unproved else id.rpartition("-")[0]
+                if id in self._unproved:
+                    self._proofs[id] = message["proof"]
             else:
                 parcel = Parcel(**{**message, "shape": tuple(message["shape"])})
                 # vLLM's engine makes ids unique by a suffix, "ID-1a2b3c4d".
@@ -296,6 +315,10 @@ class Sender:
         """The parcel's request is complete."""
         self._caller.send(asdict(parcel))
 
+    def prove(self, proof: dict[str, Any]) -> None:
+        """What was found for a request, see :class:`~speculators_compat.alignment.Proof`."""
+        self._caller.send({"proof": proof})
+
     def fail(self, error: CompatError) -> None:
         """Capture cannot go on."""
         self._caller.send({"error": error.to_dict()})
@@ -389,3 +412,10 @@ def sweep_stale() -> list[Path]:
                 shutil.rmtree(depot, ignore_errors=True)
                 removed.append(depot)
     return removed
+
+
+def remove_own_depots() -> None:
+    """Remove this process's depots, before it is ended without the usual clean-up."""
+    for parent in {SHARED_MEMORY, Path(tempfile.gettempdir())}:
+        for depot in parent.glob(f"{PREFIX}{os.getpid()}-*"):
+            shutil.rmtree(depot, ignore_errors=True)

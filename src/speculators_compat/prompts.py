@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +55,34 @@ def check_layer_ids(layer_ids: Sequence[Any], num_layers: int) -> list[int]:
     """
     wrong = [k for k in layer_ids if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k < num_layers]
     if wrong or not layer_ids:
+        boundaries = wrong == [num_layers] * len(wrong) and 0 not in layer_ids and bool(layer_ids)
         raise InputError(
             "SC406",
             found=f"layer ids {wrong} in {list(layer_ids)}" if layer_ids else "an empty list of layer ids",
             expected=f"integers from 0 to {num_layers - 1} (id k is the state that leaves decoder layer k)",
             why=f"the target model has {num_layers} decoder layers",
-            mend="EAGLE-3 and vLLM count boundaries: boundary k is layer id k - 1 here",
+            mend="EAGLE-3 and vLLM count boundaries: boundary k is layer id k - 1 here"
+            + (f"; if these are boundaries, pass {[k - 1 for k in layer_ids]}" if boundaries else ""),
         )
     if len(set(layer_ids)) < len(layer_ids):
         log.warning("layer ids %s hold duplicates; each is returned as often as it is named", list(layer_ids))
     return list(layer_ids)
+
+
+def check_prefix_caching(vllm_args: Mapping[str, Any]) -> None:
+    """Refuse prefix caching: a token found in the cache is not computed again, so its state cannot be captured.
+
+    Raises:
+        InputError: SC408.
+    """
+    if vllm_args.get("enable_prefix_caching"):
+        raise InputError(
+            "SC408",
+            found="enable_prefix_caching=True",
+            expected="False, the generator's own setting",
+            why="states of tokens found in the prefix cache would be missing",
+            mend="leave enable_prefix_caching out",
+        )
 
 
 def check_prompts(token_ids: Any, *, vocab_size: int, max_tokens: int) -> list[list[int]]:

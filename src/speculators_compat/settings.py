@@ -1,11 +1,14 @@
 """The user's settings: environment variables, or :func:`configure`, which wins.
 
-=============================== ==================================================================
-``SPECULATORS_COMPAT``          ``0`` or ``off``: importing the package changes nothing
-``SPECULATORS_COMPAT_STRICT``   ``1``: refuse combinations that the matrix does not list
-``SPECULATORS_COMPAT_WAY``      ``in-process`` or ``engine``: overrides the way that the matrix picks
-``SPECULATORS_COMPAT_VLLM_ARGS`` JSON object of vLLM arguments, for example ``{"dtype": "float32"}``
-=============================== ==================================================================
+================================= ======================================================================
+``SPECULATORS_COMPAT``            ``0`` or ``off``: importing the package changes nothing
+``SPECULATORS_COMPAT_STRICT``     ``1``: refuse combinations that the matrix does not list
+``SPECULATORS_COMPAT_WAY``        ``in-process`` or ``engine``: overrides the way that the matrix picks
+``SPECULATORS_COMPAT_VLLM_ARGS``  JSON object of vLLM arguments, for example ``{"dtype": "float32"}``
+``SPECULATORS_COMPAT_FINAL_NORM`` ``1``: take the last layer's state after the model's final norm
+``SPECULATORS_COMPAT_WATCHDOG``   seconds without progress that end a run (1800); ``0``: never
+``SPECULATORS_COMPAT_WITHOUT``    adapter ids, with commas, that are left out: for diagnosis only
+================================= ======================================================================
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ from .errors import CompatError
 OFF_SWITCH = "SPECULATORS_COMPAT"
 STRICT = "SPECULATORS_COMPAT_STRICT"
 WAY = "SPECULATORS_COMPAT_WAY"
+FINAL_NORM = "SPECULATORS_COMPAT_FINAL_NORM"
+WATCHDOG = "SPECULATORS_COMPAT_WATCHDOG"
 VLLM_ARGS = "SPECULATORS_COMPAT_VLLM_ARGS"
+WITHOUT = "SPECULATORS_COMPAT_WITHOUT"
 WAYS = ("in-process", "engine")
 
 
@@ -31,26 +37,39 @@ class Settings:
 
     vllm_args: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = True
+    final_norm: bool = False
+    watchdog: float = 1800.0
 
 
 _configured: dict[str, Any] = {}
 
 
-def configure(*, vllm_args: Mapping[str, Any] | None = None) -> None:
-    """Give vLLM arguments that ``VllmHiddenStatesGenerator``'s signature has no place for.
+def configure(
+    *,
+    vllm_args: Mapping[str, Any] | None = None,
+    final_norm: bool | None = None,
+    watchdog: float | None = None,
+) -> None:
+    """Set what ``VllmHiddenStatesGenerator``'s signature has no place for.
 
-    They apply to generators made from now on, and replace those of an earlier call.
+    Applies to generators made from now on, and replaces all settings of an earlier call; what is left out comes from the
+    environment.
 
     Args:
         vllm_args: names as on vLLM's command line with underscores (``dtype``, ``kv_cache_dtype``, ``max_num_seqs``,
             ``enable_expert_parallel``, ``distributed_executor_backend``, ...). vLLM's own config classes validate the
-            values; an unknown name is refused when the generator is made. ``trust_remote_code=False`` is obeyed for
-            the config and the tokenizer too.
+            values; an unknown name is refused when the generator is made. The generator trusts the code in a model
+            folder, as released; ``trust_remote_code=False`` is obeyed for the model, its config and its tokenizer.
+        final_norm: take the last layer's state after the model's final norm, as the trainer of speculators 0.3 wants
+            it; without it before the norm, as speculators from 0.4 on do.
+        watchdog: seconds without progress after which a start or a call is ended, with its workers; 0 means never.
 
     Raises:
         CompatError: SC401 if ``vllm_args`` is not a mapping with string keys.
     """
     _configured["vllm_args"] = _checked(vllm_args or {}, "configure(vllm_args=...)")
+    _configured["final_norm"] = final_norm
+    _configured["watchdog"] = watchdog
 
 
 def current() -> Settings:
@@ -68,7 +87,37 @@ def current() -> Settings:
                 why="the vLLM arguments in it would be lost",
                 mend=f"""export {VLLM_ARGS}='{{"dtype": "float32"}}'""",
             ) from None
-    return Settings(vllm_args=dict(args), trust_remote_code=bool(args.get("trust_remote_code", True)))
+    final_norm = _configured.get("final_norm")
+    if final_norm is None:
+        final_norm = _on(FINAL_NORM)
+    return Settings(
+        vllm_args=dict(args),
+        trust_remote_code=bool(args.get("trust_remote_code", True)),
+        final_norm=bool(final_norm),
+        watchdog=_watchdog(),
+    )
+
+
+def _watchdog() -> float:
+    given = _configured.get("watchdog")
+    text = os.environ.get(WATCHDOG, "").strip() if given is None else str(given)
+    try:
+        seconds = float(text) if text else Settings.watchdog
+        if not 0 <= seconds < float("inf"):
+            raise ValueError
+    except ValueError:
+        raise CompatError(
+            "SC410",
+            found=f"{WATCHDOG}={text!r}",
+            expected="a number of seconds, 0 for no watchdog",
+            why="a run that hangs would never be ended",
+            mend=f"export {WATCHDOG}={Settings.watchdog:.0f}",
+        ) from None
+    return seconds
+
+
+def _on(name: str) -> bool:
+    return os.environ.get(name, "").strip().lower() in ("1", "on", "true", "yes")
 
 
 def _checked(args: Any, source: str) -> dict[str, Any]:
@@ -90,7 +139,12 @@ def switched_off() -> bool:
 
 def strict() -> bool:
     """Whether unlisted combinations are refused."""
-    return os.environ.get(STRICT, "").strip().lower() in ("1", "on", "true", "yes")
+    return _on(STRICT)
+
+
+def without() -> tuple[str, ...]:
+    """Adapters that are left out. For diagnosis only: results without a needed adapter can be wrong."""
+    return tuple(filter(None, (id.strip() for id in os.environ.get(WITHOUT, "").split(","))))
 
 
 def forced_way() -> str | None:

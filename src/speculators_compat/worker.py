@@ -32,21 +32,23 @@ class HiddenStatesExtension:
     (see :meth:`CompatError.to_dict`): vLLM turns what a worker raises into text and may end the worker.
     """
 
-    def speculators_compat_setup(self, layer_ids: list[int], depot: str) -> dict[str, Any]:
+    def speculators_compat_setup(self, layer_ids: list[int], depot: str, final_norm: bool = False) -> dict[str, Any]:
         """Hook the target model's decoder layers, on tensor-parallel rank 0: all ranks compute the same states.
 
         Returns:
             ``model``: class of the loaded model; ``path``: where its decoder layers are; ``num_layers``: how many;
-            ``native``: whether the class implements vLLM's ``SupportsEagle3`` itself. Or ``error``.
+            ``runner``: vLLM's model runner, V1 or V2; ``native``: whether the class implements vLLM's ``SupportsEagle3``
+            itself; ``unproved``: why samples cannot be proved (:mod:`speculators_compat.alignment`). Or ``error``.
         """
         try:
-            return self._speculators_compat_setup(layer_ids, depot)
+            return self._speculators_compat_setup(layer_ids, depot, final_norm)
         except CompatError as error:
             return {"error": error.to_dict()}
 
-    def _speculators_compat_setup(self, layer_ids: list[int], depot: str) -> dict[str, Any]:
+    def _speculators_compat_setup(self, layer_ids: list[int], depot: str, final_norm: bool) -> dict[str, Any]:
         from vllm.distributed import get_pp_group, get_tp_group
 
+        from .alignment import Alignment, final_norm_of
         from .capture import Capture
         from .patches.eagle3_protocol import native
         from .patches.layer_navigation import find_decoder_layers
@@ -63,17 +65,28 @@ class HiddenStatesExtension:
         model = runner.get_model() if hasattr(runner, "get_model") else runner.model
         stack = find_decoder_layers(model, num_layers(runner.model_config))
         if get_tp_group().rank_in_group == 0:
-            former = getattr(self, "_speculators_compat_capture", None)
-            if former is not None:
-                former.close()
-            max_tokens = runner.scheduler_config.max_num_batched_tokens
-            self._speculators_compat_capture = Capture(
-                runner, stack.layers, sorted(set(layer_ids)), depot, max_tokens
+            for former in ("_speculators_compat_alignment", "_speculators_compat_capture"):
+                if hasattr(self, former):
+                    getattr(self, former).close()
+            capture = self._speculators_compat_capture = Capture(
+                runner,
+                stack.layers,
+                sorted(set(layer_ids)),
+                depot,
+                runner.scheduler_config.max_num_batched_tokens,
+                final_norm=final_norm_of(model, stack.path) if final_norm else None,
             )
+            alignment = Alignment(capture, model, stack.path, stack.layers, normed=final_norm)
+            self._speculators_compat_alignment = alignment
+            unproved = alignment.reason
+        else:
+            unproved = ""
         return {
+            "unproved": unproved,
             "model": type(model).__name__,
             "path": stack.path,
             "num_layers": len(stack.layers),
+            "runner": "V1" if hasattr(runner, "input_batch") else "V2",
             "native": native(model),
         }
 

@@ -1,0 +1,252 @@
+"""Ends a run that hangs, and lets Ctrl-C end one that does not want to.
+
+While a generator starts or computes, a thread looks whether anything happens. If nothing does for the time set, the
+workers are killed, the call is interrupted, and it raises SC517 with the name of the stage. If even that does not end
+it, the process does. A second Ctrl-C ends the process at once, workers first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .errors import CompatError
+
+log = logging.getLogger("speculators_compat")
+#: The start loads the model, and says nothing meanwhile: it is given this much more time.
+START_FACTOR = 4.0
+#: How long vLLM may take to shut down, in seconds.
+SHUTDOWN = 120.0
+#: How long an interrupted call may take to end before the process is ended, in seconds.
+GRACE = 30.0
+#: Exit status of a run that the watchdog had to end by force.
+EXIT_HUNG = 70
+
+_interrupts = 0
+
+
+def descendants(root: int | None = None) -> list[int]:
+    """Process ids below a process (this one), children before their own children."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                parent = (entry / "stat").read_bytes().rpartition(b")")[2].split()[1]
+                children.setdefault(int(parent), []).append(int(entry.name))
+    found, left = [], [root or os.getpid()]
+    while left:
+        below = children.get(left.pop(), [])
+        found += below
+        left += below
+    return found
+
+
+def kill(pids: list[int]) -> None:
+    """End processes at once. vLLM's workers ignore gentler signals while they hang in a collective operation."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+class Watchdog:
+    """Watches one call.
+
+    Args:
+        seconds: how long nothing may happen; 0 means that nobody watches.
+        stage: what is being done, in words.
+        workers: tells which processes to kill.
+    """
+
+    def __init__(self, seconds: float, stage: str, workers: Callable[[], list[int]]) -> None:
+        self._seconds = seconds
+        self._workers = workers
+        self._stage = stage
+        self._since = time.monotonic()
+        self._over = threading.Event()
+        self._caller = threading.get_ident()
+        self.error: CompatError | None = None
+
+    def beat(self, stage: str) -> None:
+        """Something happened; ``stage`` is next."""
+        self._stage, self._since = stage, time.monotonic()
+
+    def start(self) -> None:
+        """Begin to watch."""
+        if self._seconds:
+            with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
+                threading.Thread(target=self._watch, name="speculators_compat watchdog", daemon=True).start()
+
+    def stop(self) -> None:
+        """The call is over."""
+        self._over.set()
+
+    def _watch(self) -> None:
+        while True:
+            left = self._since + self._seconds - time.monotonic()
+            if left <= 0:
+                break
+            if self._over.wait(min(left, 5.0)):
+                return
+        self.error = CompatError(
+            "SC517",
+            found=f"nothing happened for {self._seconds:.0f} s while {self._stage}",
+            expected="progress",
+            why="a worker hangs; it was ended, so that the device's memory is free",
+            mend="look for a worker's last words above, and run again: finished samples are kept. "
+            "SPECULATORS_COMPAT_WATCHDOG=SECONDS gives more time",
+        )
+        kill(self._workers())
+        # The caller usually notices that its workers are gone; if not, it is interrupted; if that fails, ended.
+        if self._over.wait(GRACE / 3):
+            return
+        _interrupt(self._caller)
+        if self._over.wait(GRACE * 2 / 3):
+            return
+        _end(self.error.render(), EXIT_HUNG)
+
+
+def workers_since(before: set[int]) -> list[int]:
+    """Processes that were started below this one since then, without multiprocessing's own helper."""
+    found = []
+    for pid in descendants():
+        if pid not in before:
+            with contextlib.suppress(OSError):
+                if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+    return found
+
+
+@contextlib.contextmanager
+def starting(generator: Any, seconds: float) -> Iterator[None]:
+    """Watch a generator's constructor, and note which processes it started as ``generator.workers``.
+
+    If it fails, whatever it has started is ended.
+    """
+    before = set(descendants())
+    try:
+        with guarded(seconds * START_FACTOR, "vLLM starts and loads the model", lambda: workers_since(before)):
+            yield
+    except BaseException:
+        kill(workers_since(before))
+        raise
+    generator.workers = workers_since(before)
+
+
+def end_workers(generator: Any, patience: float = 5.0) -> None:
+    """Kill what a generator has started and its own shutdown has not ended."""
+    pids = generator.__dict__.pop("workers", ())
+    deadline = time.monotonic() + patience
+    while left := [pid for pid in descendants() if pid in pids and not _zombie(pid)]:
+        if time.monotonic() > deadline:
+            kill(left)
+            return
+        time.sleep(0.05)
+
+
+def clean_up(generator: Any, dog: Watchdog, abort: Callable[[], object]) -> None:
+    """After a failed call: leave nothing of it behind, so that the next one works; or end an engine that is past that.
+
+    Args:
+        abort: takes the call's requests out of the engine and out of the workers.
+    """
+    alive = set(descendants())
+    if dog.error is None and all(pid in alive and not _zombie(pid) for pid in getattr(generator, "workers", ())):
+        try:
+            abort()
+            return
+        except Exception:
+            log.warning("the engine could not be cleaned up after a failed call; it is shut down", exc_info=True)
+    with contextlib.suppress(Exception):
+        generator.shutdown()
+
+
+def _zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"Z"
+    except OSError:
+        return True
+
+
+@contextlib.contextmanager
+def watching(generator: Any, seconds: float, stage: str) -> Iterator[Watchdog]:
+    """Watch a call of a generator."""
+    pids = list(getattr(generator, "workers", ()))
+    with guarded(seconds, stage, lambda: [pid for pid in descendants() if pid in pids]) as dog:
+        yield dog
+
+
+@contextlib.contextmanager
+def guarded(seconds: float, stage: str, workers: Callable[[], list[int]]) -> Iterator[Watchdog]:
+    """Watch a block.
+
+    Args:
+        workers: tells which processes to kill if it hangs.
+
+    Raises:
+        CompatError: SC517 instead of whatever the block raises once the watchdog has struck.
+    """
+    global _interrupts
+    dog = Watchdog(seconds, stage, workers)
+    dog.start()
+    with _second_interrupt_ends(dog):
+        try:
+            yield dog
+        except BaseException as error:
+            if dog.error is not None:
+                raise dog.error from error
+            raise
+        else:
+            if dog.error is not None:
+                raise dog.error
+            _interrupts = 0
+        finally:
+            dog.stop()
+
+
+@contextlib.contextmanager
+def _second_interrupt_ends(dog: Watchdog) -> Iterator[None]:
+    """The first Ctrl-C raises KeyboardInterrupt as always; a second one, while that is being dealt with, ends all."""
+    former: Any = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or former is not signal.default_int_handler:
+        yield  # somebody else's handler stays, and other threads cannot set one
+        return
+
+    def handler(number: int, frame: Any) -> None:
+        global _interrupts
+        if dog.error is None:
+            _interrupts += 1
+            if _interrupts > 1:
+                kill(dog._workers())
+                _end("stopped at once; run again to resume", 130)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is handler:
+            signal.signal(signal.SIGINT, former)
+
+
+def _interrupt(thread: int) -> None:
+    if thread == threading.main_thread().ident:
+        signal.pthread_kill(thread, signal.SIGINT)
+    else:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(KeyboardInterrupt))
+
+
+def _end(message: str, status: int) -> None:
+    from .handover import remove_own_depots
+
+    print(message, file=sys.stderr, flush=True)
+    remove_own_depots()
+    os._exit(status)
