@@ -69,8 +69,6 @@ class AuxStates:
         Raises:
             CompatError: SC520 for a boundary that does not exist, SC404 under pipeline parallelism.
         """
-        from vllm.distributed import get_pp_group
-
         count = len(self._layers)
         wrong = [k for k in layers if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= count]
         if wrong:
@@ -82,10 +80,10 @@ class AuxStates:
                 mend="correct eagle_aux_hidden_state_layer_ids (speculators 0.3 and 0.4 call boundary k "
                 "layer k - 1)",
             )
-        if get_pp_group().world_size > 1:
+        if (ranks := _pipeline_ranks()) > 1:
             raise CompatError(
                 "SC404",
-                found=f"pipeline_parallel_size={get_pp_group().world_size}",
+                found=f"pipeline_parallel_size={ranks}",
                 expected="1",
                 why="each pipeline rank sees its own decoder layers only; the others would be missing",
                 mend="use tensor parallelism (tensor_parallel_size) instead",
@@ -226,6 +224,12 @@ def equip(model: Any, num_layers: int, journal: Journal, *, adapter: str) -> Non
     }
     journal.extend(model, attributes, states.close, adapter=adapter)
     log.info("%s does not declare SupportsEagle3: its auxiliary states are captured", type(model).__name__)
+
+
+def _pipeline_ranks() -> int:
+    from vllm.distributed.parallel_state import get_pp_group, model_parallel_is_initialized
+
+    return int(get_pp_group().world_size) if model_parallel_is_initialized() else 1
 
 
 def _num_layers(model: Any) -> int:
