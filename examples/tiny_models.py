@@ -144,6 +144,22 @@ def build_kimi_k25(folder: str | os.PathLike[str], *, num_layers: int = 5, seed:
         "auto_map": {"AutoImageProcessor": "image_processing_kimi_k25.KimiK25ImageProcessor"},
         "patch_size": vision_config["patch_size"],
         "num_frames_per_chunk": vision_config["init_pos_emb_time"],
+        # Read by the image processor that vLLM has of its own since 0.29 instead of the one above.
+        "media_proc_cfg": {
+            "patch_size": vision_config["patch_size"],
+            "merge_kernel_size": 2,
+            "temporal_merge_kernel_size": vision_config["init_pos_emb_time"],
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "in_patch_limit": 16,
+            "in_patch_limit_each_frame": 16,
+            "in_patch_limit_video": None,
+            "patch_limit_on_one_side": 4,
+            "fixed_output_tokens": None,
+            "sample_fps": 2.0,
+            "max_num_frames_each_video": None,
+            "timestamp_mode": "hh:mm:ss.fff",
+        },
     }
     _write_json(path / "preprocessor_config.json", processor)
     return path
@@ -434,7 +450,7 @@ def _write(
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     _write_weights(path, config, tensors)
-    _write_tokenizer(path)
+    write_tokenizer(path)
     return path
 
 
@@ -446,7 +462,7 @@ def _write_weights(path: Path, config: dict[str, Any], tensors: dict[str, Tensor
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
-def _write_tokenizer(path: Path) -> None:
+def write_tokenizer(path: Path) -> None:
     """Write a byte-level tokenizer without merges: 8 special ids, 256 bytes, spare ids to 512."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 

