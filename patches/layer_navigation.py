@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from speculators_compat import settings
 from speculators_compat.adapter import Adapter, Context, Probe, State
 from speculators_compat.errors import CompatError
 from speculators_compat.hookspecs import hookimpl
@@ -65,6 +66,8 @@ def find_decoder_layers(model: Any, num_layers: int) -> DecoderStack:
     """
     import torch
 
+    if LayerNavigation.id in settings.without():  # for diagnosis: where speculators itself looks
+        return DecoderStack("model.layers", model.model.layers)
     lists = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m)}
     fitting = {
         name: layers

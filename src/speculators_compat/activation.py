@@ -118,6 +118,13 @@ def activate() -> None:
         if listed is not None and VLLM_PLUGIN not in listed.split(","):
             names = [name for name in listed.split(",") if name]
             _process.journal.set_env("VLLM_PLUGINS", ",".join([*names, VLLM_PLUGIN]), adapter="activation")
+        if "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ:
+            # As vLLM does when it is imported: otherwise torch.cuda.is_available(), which importing speculators leads to
+            # before that, leaves CUDA unusable in the processes that vLLM forks.
+            _process.journal.set_env("PYTORCH_NVML_BASED_CUDA_CHECK", "1", adapter="activation")
+        if os.environ.get("SPECULATORS_COMPAT_REHEARSAL"):  # see speculators_compat.doctor.rehearse
+            weights = "speculators_compat.doctor.rehearsal_worker:speaking_weights"
+            wrapt.register_post_import_hook(weights, "vllm.model_executor.model_loader.dummy_loader")
         for module in BOOTSTRAP:
             _when_imported(module)
         if any(module in sys.modules for module in BOOTSTRAP):
@@ -221,6 +228,10 @@ def _bootstrap() -> None:
         ids = matrix.adapter_sets[forced] if forced else selection.cell.adapters
         others = [a for a in found.adapters.values() if a.id in found.third_party and a.id not in ids]
         _process.chosen = [found.adapters[id] for id in ids] + [a for a in others if _admits(a, str(vllm))]
+        left_out = settings.without()
+        if left_out:
+            warnings.warn(f"left out for diagnosis: adapters {', '.join(left_out)}", CompatWarning, stacklevel=2)
+            _process.chosen = [a for a in _process.chosen if a.id not in left_out]
     except CompatError as error:
         # Not raised here: importing transformers or vLLM alone has nothing to do with extraction.
         _process.error = error

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from . import settings
 from .detect import Installed, detect_all
 from .errors import CATALOG, CompatError
 from .matrix import Matrix, Selection, load_matrix
+
+if TYPE_CHECKING:
+    from .doctor import Options, Result
 
 __all__ = ["JSON_SCHEMA", "AdapterReport", "Finding", "Report", "broken_report", "run_check"]
 
@@ -25,6 +28,7 @@ JSON_SCHEMA = 1
 #: Verdict and exit status by the worst level among the findings, worst first.
 _VERDICTS = {
     "error": ("not-supported", 1),
+    "failed": ("not-ready", 1),
     "broken": ("broken", 4),
     "untested": ("untested", 3),
     "note": ("ready", 0),
@@ -119,6 +123,7 @@ class Report:
         way: name of the adapter set in use; empty where there is none.
         adapters: those selected, in the order of application, then the others.
         findings: worst first.
+        checks: those of the run that is to be made, see :mod:`speculators_compat.doctor`; empty for a plain check.
     """
 
     installed: Mapping[str, Installed]
@@ -126,20 +131,22 @@ class Report:
     way: str
     adapters: tuple[AdapterReport, ...]
     findings: tuple[Finding, ...]
+    checks: tuple[Result, ...] = ()
 
     @property
     def verdict(self) -> str:
-        """``ready``, ``untested``, ``not-supported`` or ``broken``."""
+        """``ready``, ``untested``, ``not-supported``, ``not-ready`` (a check of the run failed) or ``broken``."""
         return self._worst[0]
 
     @property
     def exit_code(self) -> int:
-        """0 ready, 1 not supported, 3 untested, 4 the check broke."""
+        """0 ready, 1 not supported or a check failed, 3 untested, 4 the check broke."""
         return self._worst[1]
 
     @property
     def _worst(self) -> tuple[str, int]:
         levels = {finding.level for finding in self.findings}
+        levels |= {"broken" if c.crashed else "failed" for c in self.checks if c.status == "failed"}
         return next((outcome for level, outcome in _VERDICTS.items() if level in levels), ("ready", 0))
 
     def to_json(self) -> dict[str, Any]:
@@ -179,6 +186,7 @@ class Report:
                 }
                 for f in self.findings
             ],
+            **({"checks": [c.to_json() for c in self.checks]} if self.checks else {}),
             "verdict": self.verdict,
             "exit_code": self.exit_code,
         }
@@ -201,15 +209,41 @@ def run_check(
     installed: Mapping[str, Installed] | None = None,
     matrix: Matrix | None = None,
     registry: _Registry | None = None,
+    options: Options | None = None,
 ) -> Report:
-    """Check this environment.
+    """Check this environment, and the run that ``options`` describe.
 
     Args:
+        options: with ``only`` they restrict the check to these ids.
         strict: count an untested combination as not supported; so does ``SPECULATORS_COMPAT_STRICT=1``.
         installed: what to take as installed instead of looking.
         matrix: the matrix to use instead of the one that comes with the package.
         registry: the adapters to use instead of those that are registered.
     """
+    checks: tuple[Result, ...] = ()
+    if options is not None and options.wanted:
+        from .doctor import known_ids, run_doctor
+
+        if installed is None:
+            installed = detect_all()
+        others = set(options.only) - known_ids()
+        if others != set(options.only) or not options.only:
+            checks = run_doctor(options, installed)
+        if options.only and not others:
+            return Report({}, None, "", (), (), checks)
+    report = _environment(strict, installed, matrix, registry)
+    if options is not None and options.only:
+        findings = tuple(f for f in report.findings if f.id in options.only)
+        return Report({}, None, "", (), findings, checks)
+    return replace(report, checks=checks)
+
+
+def _environment(
+    strict: bool,
+    installed: Mapping[str, Installed] | None,
+    matrix: Matrix | None,
+    registry: _Registry | None,
+) -> Report:
     if registry is None:
         from .registry import registry as registered
 
@@ -228,6 +262,12 @@ def run_check(
                 f"unset {settings.OFF_SWITCH}",
             )
         )
+    without = settings.without()
+    if without:
+        unknown = [id for id in without if id not in registry.adapters]
+        found = f"{settings.WITHOUT}={','.join(without)}" + (f"; there is no {', '.join(unknown)}" if unknown else "")
+        why = "it exists for diagnosis: without a needed adapter the extraction fails, or is wrong"
+        findings.append(Finding("SC107", "error", "settings", found, why, f"unset {settings.WITHOUT}"))
     for name, reason in registry.broken.items():
         mend = "update or uninstall the package that brings it"
         findings.append(Finding("SC902", "note", f"plugin {name}", f"it is left out: {reason}", "", mend))
@@ -264,13 +304,14 @@ def run_check(
         others = [
             i for i in registry.third_party if i not in ids and _admits(registry.adapters[i], installed)
         ]
-        reports = _probe_all([*ids, *others], registry, installed)
+        ids = tuple(id for id in ids if id not in without)
+        reports = _probe_all([*ids, *(id for id in others if id not in without)], registry, installed)
         adapters += [report for report, _ in reports]
         findings += [finding for _, finding in reports if finding is not None]
     done = {report.id for report in adapters}
     unused = "not in the row's set" if ids else "no adapters are chosen"
     adapters += [
-        AdapterReport(i, a.seam, False, "not-selected", unused)
+        AdapterReport(i, a.seam, False, "not-selected", f"{settings.WITHOUT} names it" if i in without else unused)
         for i, a in registry.adapters.items()
         if i not in done
     ]

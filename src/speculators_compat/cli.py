@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from .check import Finding, Report
+    from .doctor import Options, Result
     from .matrix import Matrix
 
 _READY, _NOT_SUPPORTED, _USAGE, _UNTESTED, _BROKEN = range(5)
@@ -18,6 +19,10 @@ _HELP = """Check whether hidden-state extraction works with what is installed he
 
 Says what is installed, which row of the matrix was chosen, what every adapter
 has to do, and the verdict. Imports neither torch nor vLLM.
+
+With --model, --data or --output-dir it also checks the run that is to be made:
+files, memory, data and host, each in seconds. --rehearse makes that run with a
+small copy of the model, without its weights, in a minute or two.
 
 \b
 Exit status:
@@ -30,6 +35,8 @@ Exit status:
 
 _STYLES = {
     "ok": "green",
+    "warning": "yellow",
+    "skipped": "dim",
     "fail": "red",
     "warn": "yellow",
     "note": "cyan",
@@ -52,9 +59,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what the terminal can't show
     try:
-        _app()(args=None if argv is None else list(argv), prog_name="compat-check")
+        _app()(args=_join_ids(sys.argv[1:] if argv is None else argv), prog_name="compat-check")
     except Exception as error:  # the command-line library is missing, or does not fit
         raise SystemExit(_broke(error, as_json=False, debug=False)) from None
+
+
+def _join_ids(argv: Sequence[str]) -> list[str]:
+    """``--layer-ids 2 30 58``, as the example takes it, becomes ``--layer-ids 2,30,58``."""
+    joined: list[str] = []
+    for word in argv:
+        number = word.strip(",").lstrip("-").replace(",", "").isdigit()
+        if number and len(joined) > 1 and joined[-2] == "--layer-ids":
+            joined[-1] += f",{word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _app() -> Any:
@@ -79,6 +98,45 @@ def _app() -> Any:
         ] = False,
         debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
         version: Annotated[bool, typer.Option("--version", help="Print the version, then exit.")] = False,
+        model: Annotated[
+            Optional[str],  # noqa: UP045
+            typer.Option("--model", metavar="DIR", help="Check the model, and whether the run fits."),
+        ] = None,
+        tp: Annotated[int, typer.Option("--tp", metavar="N", min=1, help="Tensor parallel size.")] = 1,
+        pp: Annotated[int, typer.Option("--pp", metavar="N", min=1, help="Pipeline parallel size.")] = 1,
+        share: Annotated[
+            float,
+            typer.Option("--gpu-memory-utilization", metavar="X", min=0.01, max=1, help="Part of the GPU memory."),
+        ] = 0.8,
+        max_seq_len: Annotated[
+            int, typer.Option("--max-seq-len", metavar="L", min=1, help="Longer prompts are cut.")
+        ] = 2048,
+        batch_size: Annotated[
+            int, typer.Option("--batch-size", metavar="B", min=1, help="Prompts in one call.")
+        ] = 32,
+        layer_ids: Annotated[
+            Optional[str],  # noqa: UP045
+            typer.Option("--layer-ids", metavar="ID ...", help="Decoder layers, from 0."),
+        ] = None,
+        data: Annotated[
+            Optional[str],  # noqa: UP045
+            typer.Option("--data", metavar="FILE.jsonl", help="Check the tokenized prompts."),
+        ] = None,
+        output_dir: Annotated[
+            Optional[str],  # noqa: UP045
+            typer.Option("--output-dir", metavar="DIR", help="Check the folder for the samples."),
+        ] = None,
+        vllm_args: Annotated[
+            Optional[str],  # noqa: UP045
+            typer.Option("--vllm-args", metavar="JSON", help="More vLLM arguments, as an object."),
+        ] = None,
+        rehearse: Annotated[
+            bool, typer.Option("--rehearse", help="Make the run with a small copy of --model.")
+        ] = False,
+        only: Annotated[
+            Optional[list[str]],  # noqa: UP045
+            typer.Option("--only", metavar="ID", help="Only the check with this id; may be repeated."),
+        ] = None,
     ) -> None:
         if sum((explain is not None, list_, version)) > 1:
             print("compat-check: give one of --explain, --list and --version", file=sys.stderr)
@@ -89,7 +147,25 @@ def _app() -> Any:
                 return _version(json_)
             if explain is not None:
                 return _explain(explain, json_)
-            return _list(json_) if list_ else _check(json_, strict, debug)
+            if list_:
+                return _list(json_)
+            values = {
+                "model": model,
+                "tp": tp,
+                "pp": pp,
+                "gpu_memory_utilization": share,
+                "max_seq_len": max_seq_len,
+                "batch_size": batch_size,
+                "data": data,
+                "output_dir": output_dir,
+                "rehearse": rehearse,
+            }
+            try:
+                options = _options(values, layer_ids, vllm_args, only or [])
+            except _UsageError as error:
+                print(f"compat-check: {error}", file=sys.stderr)
+                return _USAGE
+            return _check(json_, strict, debug, options)
 
         raise typer.Exit(_guarded(run, as_json=json_, debug=debug))
 
@@ -143,10 +219,44 @@ def _version(as_json: bool) -> int:
 # --- the check ---
 
 
-def _check(as_json: bool, strict: bool, debug: bool) -> int:
+class _UsageError(Exception):
+    """What was given on the command line can't be meant."""
+
+
+def _options(
+    values: dict[str, Any], layer_ids: Optional[str], vllm_args: Optional[str], only: Sequence[str]  # noqa: UP045
+) -> "Optional[Options]":
+    """The options of the run to be checked; ``None`` where none is described: the plain check stays as light as it is."""
+    given = (values["model"], values["data"], values["output_dir"])
+    if not any(given) and not only and not values["rehearse"]:
+        return None
+    from . import settings
+    from .doctor import Options
+    from .errors import CATALOG
+
+    if values["rehearse"] and not values["model"]:
+        raise _UsageError("--rehearse needs --model: the architecture is taken from there")
+    ids = tuple(dict.fromkeys(id.upper() for one in only for id in one.split(",") if id))
+    unknown = [id for id in ids if id not in CATALOG]
+    if unknown:
+        raise _UsageError(f"--only: nothing is called {unknown[0]!r}")
+    try:
+        layers = None if layer_ids is None else tuple(int(k) for k in layer_ids.replace(",", " ").split())
+    except ValueError:
+        raise _UsageError(f"--layer-ids: {layer_ids!r} is not a list of numbers") from None
+    try:
+        arguments = settings.current().vllm_args if vllm_args is None else json.loads(vllm_args)
+    except ValueError as error:
+        raise _UsageError(f"--vllm-args: not JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise _UsageError("--vllm-args: not a JSON object")
+    return Options(**values, layer_ids=layers, vllm_args=arguments, only=ids)
+
+
+def _check(as_json: bool, strict: bool, debug: bool, options: "Optional[Options]" = None) -> int:
     from .check import run_check
 
-    report = run_check(strict=strict)
+    report = run_check(strict=strict, options=options)
     if as_json:
         _print_json(report.to_json())
     else:
@@ -155,6 +265,9 @@ def _check(as_json: bool, strict: bool, debug: bool) -> int:
         for finding in report.findings:
             if finding.trace:
                 print(f"{finding.subject}:\n{finding.trace}", file=sys.stderr)
+        for one in report.checks:
+            if one.trace:
+                print(f"check {one.id}:\n{one.trace}", file=sys.stderr)
     return report.exit_code
 
 
@@ -191,7 +304,8 @@ def _render(report: "Report") -> None:
     console = _console()
     levels = {finding.subject: finding.level for finding in reversed(report.findings)}
 
-    _print(console, "Installed", "bold")
+    if report.installed:
+        _print(console, "Installed", "bold")
     rows = []
     for name, found in report.installed.items():
         mark = {"error": "fail", "untested": "warn"}.get(levels.get(name, ""), "ok")
@@ -203,7 +317,8 @@ def _render(report: "Report") -> None:
         if found.problem is not None:
             what += f" [{found.problem.id}]"
         rows.append(((mark, _STYLES[mark]), (name, None), (what, None)))
-    _rows(console, rows)
+    if rows:
+        _rows(console, rows)
 
     chosen = report.selection
     if chosen is not None:
@@ -225,10 +340,13 @@ def _render(report: "Report") -> None:
         if unused:
             _rows(console, [(("not in this set: " + ", ".join(unused), "dim"),)])
 
-    if report.findings:
+    _render_checks(console, report.checks)
+    problems = [one for one in report.checks if one.status in ("failed", "warning")]
+    if report.findings or problems:
         _print(console, "\nFindings", "bold")
         for finding in report.findings:
             _render_finding(console, finding)
+        render_problems(problems, console)
 
     verdict, style = _verdict(report)
     _print(console, f"\n{verdict}", style)
@@ -243,16 +361,65 @@ def _render_finding(console: "Console", finding: "Finding") -> None:
     _rows(console, [((f"  {label}", None), (text, None)) for label, text in lines if text])
 
 
+def _render_checks(console: "Console", checks: Sequence["Result"]) -> None:
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    for area in dict.fromkeys(one.area for one in checks):
+        _print(console, "\n" + area.capitalize(), "bold")
+        table = Table.grid(padding=(0, 2, 0, 0), expand=True)
+        table.add_column(no_wrap=True, width=7)
+        table.add_column(no_wrap=True, width=5)
+        table.add_column(overflow="fold", ratio=1)
+        table.add_column(no_wrap=True, width=6, justify="right")
+        for one in (one for one in checks if one.area == area):
+            told = one.outcome.found if one.status in ("ok", "skipped") else "see below"
+            table.add_row(
+                Text(one.status, style=_STYLES.get(one.status, "")),
+                Text(one.id),
+                Text(f"{one.name}: {told}"),
+                Text(f"{one.seconds:.2f} s" if one.seconds < 100 else f"{one.seconds:.0f} s"),
+            )
+        _print(console, Padding(table, (0, 0, 0, 2)))
+
+
+def render_problems(checks: Sequence["Result"], console: "Optional[Console]" = None) -> None:
+    """Print what was found, expected, why it matters and what to do, failures first."""
+    from .errors import CATALOG
+
+    console = console or _console()
+    for one in sorted(checks, key=lambda one: one.status != "failed"):
+        style = _STYLES.get(one.status, "")
+        _rows(console, [((f"[{one.id}]", style), (f"{one.status}: {CATALOG[one.id].title}", None))])
+        out = one.outcome
+        lines = [("found", out.found), ("expected", out.expected), ("why", out.why), ("mend", out.mend)]
+        _rows(console, [((f"  {label}", None), (text, None)) for label, text in lines if text])
+
+
 def _verdict(report: "Report") -> tuple[str, str]:
     def ids(level: str) -> str:
         return ", ".join(dict.fromkeys(f.id for f in report.findings if f.level == level))
 
+    counts = [
+        f"{count} {what}"
+        for what, count in (
+            ("warnings", sum(one.status == "warning" for one in report.checks)),
+            ("skipped", sum(one.status == "skipped" for one in report.checks)),
+        )
+        if count
+    ]
     if report.verdict == "ready":
-        return "Verdict: ready", "bold green"
+        return "Verdict: ready" + (f" ({', '.join(counts)})" if counts else ""), "bold green"
+    if report.verdict == "not-ready":
+        failed = ", ".join(dict.fromkeys(one.id for one in report.checks if one.status == "failed"))
+        first = failed.split(",")[0]
+        return f"Verdict: not ready ({failed}); more: compat-check --explain {first}", "bold red"
     if report.verdict == "untested":
         return f"Verdict: untested combination ({ids('untested')}); it is used with a warning", "bold yellow"
     if report.verdict == "broken":
-        return f"Verdict: unknown, the check itself broke ({ids('broken')})", "bold red"
+        broken = ", ".join(filter(None, [ids("broken"), *(one.id for one in report.checks if one.crashed)]))
+        return f"Verdict: unknown, the check itself broke ({broken})", "bold red"
     first = ids("error").split(",")[0]
     return f"Verdict: not supported ({ids('error')}); more: compat-check --explain {first}", "bold red"
 
