@@ -122,9 +122,9 @@ class AuxStates:
 
     def _leaving(self, boundary: int) -> Any:
         def hook(module: Any, args: Any, output: Any) -> None:
-            from speculators_compat.capture import left_layer
+            from speculators_compat.residual import left_layer
 
-            hidden, residual = left_layer(output)
+            hidden, residual = left_layer(module, output)
             # A copy: the next layer's fused norm writes to both.
             self._seen[boundary] = hidden.clone() if residual is None else hidden + residual
 

@@ -172,6 +172,7 @@ class _Pending:
     size: int  # requests in the step
     index: torch.Tensor
     state: torch.Tensor
+    added: bool = True  # whether the last layer left two addends
     fed: torch.Tensor | None = None
     own: torch.Tensor | None = None
     norm: torch.nn.Module | None = None
@@ -257,7 +258,7 @@ class Alignment:
     def _left_last_layer(self, module: Any, args: Any, output: Any) -> None:
         import torch
 
-        from .capture import left_layer
+        from .residual import left_layer
 
         former, self._pending = self._pending, None
         if former is not None:
@@ -268,13 +269,14 @@ class Alignment:
                 return
             ids = [id for id, _, _ in step.last]
             try:
-                hidden, residual = left_layer(output)
+                hidden, residual = left_layer(module, output)
                 index = torch.tensor([row for _, row, _ in step.last], pin_memory=self._capture.on_cuda)
                 index = index.to(hidden.device, non_blocking=True)
                 state = hidden.index_select(0, index)
                 if residual is not None:
                     state = state + residual.index_select(0, index)
-                self._pending = _Pending(ids, [place for _, _, place in step.last], step.size, index, state)
+                places = [place for _, _, place in step.last]
+                self._pending = _Pending(ids, places, step.size, index, state, added=residual is not None)
             except Exception as error:
                 self._skip(ids, f"the rows could not be gathered ({type(error).__name__})")
         except Exception:
@@ -291,7 +293,8 @@ class Alignment:
             if not 1 <= len(given) <= 2 or any(value.dim() != 2 for value in given):
                 return
             rows = [value.index_select(0, pending.index) for value in given]
-            pending.fed = rows[0] if len(rows) == 1 else rows[0] + rows[1]
+            # Some models hand on a residual that is in the hidden states already.
+            pending.fed = rows[0] + rows[1] if len(rows) == 2 and pending.added else rows[0]
             pending.norm = module
         except Exception:
             pending.fed = None

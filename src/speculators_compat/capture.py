@@ -23,6 +23,7 @@ from .alignment import normed_output
 from .errors import CompatError
 from .handover import Parcel, Sender
 from .patcher import Journal
+from .residual import left_layer
 
 
 @dataclass
@@ -214,7 +215,10 @@ class Capture:
                 step = self.running_step()
                 if step is None:
                     return
-                self._store(step, index, normed_output(output) if normed else output)
+                if not normed and layer_id in step.seen:
+                    raise _called_again(module, layer_id)
+                streams = (normed_output(output), None) if normed else left_layer(module, output)
+                self._store(step, index, *streams)
                 step.seen.add(layer_id)
             except Exception as error:
                 # Raising here would take the worker down with the model in it; the caller is told instead.
@@ -253,8 +257,7 @@ class Capture:
         # The runner prepares the next step in the same buffers.
         return spans, tokens[:row].clone() if isinstance(tokens, torch.Tensor) else None
 
-    def _store(self, step: _Step, index: int, output: Any) -> None:
-        hidden, residual = left_layer(output)
+    def _store(self, step: _Step, index: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         spans = step.spans or []
         rows = max((span.row + span.count for span in spans), default=0)
         if hidden.shape[0] < rows:
@@ -356,34 +359,13 @@ class Capture:
         self.sender.fail(error)
 
 
-def left_layer(output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What a decoder layer returned, as two addends of the residual stream (the second may be absent).
-
-    vLLM's layers return ``(hidden_states, residual)`` where the next layer's fused norm adds the two (the add is the
-    same as in ``fused_add_rms_norm``), ``(hidden_states, None)``, or ``hidden_states`` alone.
-
-    Returns:
-        Tensors of shape (rows, hidden size), the layer's own: they must be read before the model goes on.
-
-    Raises:
-        CompatError: SC508 for any other kind of output.
-    """
-    if isinstance(output, torch.Tensor):
-        return output, None
-    if isinstance(output, (tuple, list)) and output and isinstance(output[0], torch.Tensor):
-        hidden = output[0]
-        residual = output[1] if len(output) > 1 else None
-        if residual is None:
-            return hidden, None
-        if isinstance(residual, torch.Tensor) and residual.shape == hidden.shape and len(output) == 2:
-            return hidden, residual
-    kinds = [type(o).__name__ for o in output] if isinstance(output, (tuple, list)) else type(output).__name__
-    raise CompatError(
-        "SC508",
-        found=f"a decoder layer returned {kinds}",
-        expected="hidden states, or hidden states and a residual of the same shape",
-        why="which of these is the residual stream would be a guess",
-        mend="report the model's architecture",
+def _called_again(layer: torch.nn.Module, layer_id: int) -> CompatError:
+    return CompatError(
+        "SC522",
+        found=f"decoder layer {layer_id} ({type(layer).__name__}) ran twice in one forward pass",
+        expected="once",
+        why="which of its states is meant would be a guess",
+        mend="report the model's architecture; leave dual-batch overlap off",
     )
 
 

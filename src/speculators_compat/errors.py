@@ -709,6 +709,12 @@ CATALOG: dict[str, ErrorInfo] = {
         "returns. This one returns something else than one tensor.\n"
         "Report the model's architecture.",
     ),
+    "SC522": ErrorInfo(
+        "A decoder layer runs more than once in a forward pass",
+        "Some models send their states through the same layers several times (looped and recurrent transformers). Then "
+        "a layer has several states for each token, and its number alone does not say which is meant.\n"
+        "Report the model's architecture if it is no such model.",
+    ),
     "SC901": ErrorInfo(
         "The check itself broke",
         "compat-check met an exception that it has no answer for. This says nothing about whether the\n"
