@@ -32,6 +32,7 @@ def main(path: str) -> None:
         try:
             answer.update(getattr(run, f"do_{stage.replace('import', 'imports')}")() or {})
         except BaseException as error:
+            traceback.print_exc()
             answer["error"] = {
                 "type": type(error).__name__,
                 "text": str(error),

@@ -276,13 +276,26 @@ def write_copy(source: Path, target: Path, plan: Plan) -> tuple[str, ...]:
         and not (target / "preprocessor_config.json").exists()
     ):
         (target / "rehearsal_image_processor.py").write_text(_KIMI_PROCESSOR)
-        (target / "preprocessor_config.json").write_text(
-            json.dumps(
-                {
-                    "image_processor_type": "RehearsalImageProcessor",
-                    "auto_map": {"AutoImageProcessor": "rehearsal_image_processor.RehearsalImageProcessor"},
-                }
-            )
-        )
+        processor = {
+            "image_processor_type": "RehearsalImageProcessor",
+            "auto_map": {"AutoImageProcessor": "rehearsal_image_processor.RehearsalImageProcessor"},
+            # For the image processor that vLLM has of its own since 0.29.
+            "media_proc_cfg": {
+                "patch_size": 14,
+                "merge_kernel_size": 2,
+                "temporal_merge_kernel_size": 4,
+                "image_mean": [0.5, 0.5, 0.5],
+                "image_std": [0.5, 0.5, 0.5],
+                "in_patch_limit": 16,
+                "in_patch_limit_each_frame": 16,
+                "in_patch_limit_video": None,
+                "patch_limit_on_one_side": 4,
+                "fixed_output_tokens": None,
+                "sample_fps": 2.0,
+                "max_num_frames_each_video": None,
+                "timestamp_mode": "hh:mm:ss.fff",
+            },
+        }
+        (target / "preprocessor_config.json").write_text(json.dumps(processor))
         return ("with a stand-in for the image processor",)
     return ()
