@@ -133,3 +133,8 @@ def run(id: str, vllm: Path | None = None, *, distribution: str = "vllm", **opti
     assert all(told) if result.status in ("warning", "failed") else not any(told)
     assert result.to_json()["title"]
     return result
+
+
+GOOD_LINES: list[Any] = [
+    {"input_ids": list(range(k, k + 4)), "loss_mask": [0, 1, 1, 1]} for k in range(1, 21)
+]
