@@ -89,6 +89,7 @@ def extract(args: argparse.Namespace) -> int:
         "vocab_size": model.vocab_size,
         "max_seq_len": args.max_seq_len,
         "strict": args.strict,
+        "placeholders": model.placeholders,
     }
     data = dataio.check_data_file(args.prepared_data, **reading)
     args.after_layer = layer_ids.resolve(

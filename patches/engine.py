@@ -23,7 +23,13 @@ from speculators_compat.construction import Construction, constructing
 from speculators_compat.errors import InputError
 from speculators_compat.extraction import Session, not_ours, results
 from speculators_compat.hookspecs import hookimpl
-from speculators_compat.prompts import check_layer_ids, check_model, check_prefix_caching, check_prompts
+from speculators_compat.prompts import (
+    check_layer_ids,
+    check_model,
+    check_prefix_caching,
+    check_prompts,
+    placeholder_tokens,
+)
 from speculators_compat.surface import Surface
 from speculators_compat.watchdog import SHUTDOWN, Watchdog, clean_up, end_workers, starting, watching
 from speculators_compat.worker import EXTENSION
@@ -183,7 +189,12 @@ def _generate(self: Any, token_ids: Any, dog: Watchdog) -> list[dict[str, Any]]:
     if session is None:
         raise not_ours()
     config, engine = self.vllm_config.model_config, self.llm.llm_engine
-    prompts = check_prompts(token_ids, vocab_size=config.get_vocab_size(), max_tokens=config.max_model_len - 1)
+    prompts = check_prompts(
+        token_ids,
+        vocab_size=config.get_vocab_size(),
+        max_tokens=config.max_model_len - 1,
+        placeholders=placeholder_tokens(config.hf_config),
+    )
     ids = [f"req_{self._request_counter}_{index}" for index in range(len(prompts))]
     self._request_counter += 1
     states: dict[str, list[Any]] = {}

@@ -25,7 +25,7 @@ from speculators_compat.construction import Construction, constructing
 from speculators_compat.errors import CompatError
 from speculators_compat.extraction import Session, not_ours, results
 from speculators_compat.hookspecs import hookimpl
-from speculators_compat.prompts import check_model, check_prompts
+from speculators_compat.prompts import check_model, check_prompts, placeholder_tokens
 from speculators_compat.surface import Surface
 from speculators_compat.watchdog import SHUTDOWN, Watchdog, clean_up, end_workers, starting, watching
 
@@ -109,7 +109,12 @@ def _generate(self: Any, module: Any, token_ids: Any, dog: Watchdog) -> list[dic
     if session is None:
         raise not_ours()
     config = self.vllm_config.model_config
-    prompts = check_prompts(token_ids, vocab_size=config.get_vocab_size(), max_tokens=config.max_model_len - 1)
+    prompts = check_prompts(
+        token_ids,
+        vocab_size=config.get_vocab_size(),
+        max_tokens=config.max_model_len - 1,
+        placeholders=placeholder_tokens(config.hf_config),
+    )
     ids = [f"req_{self._request_counter}_{index}" for index in range(len(prompts))]
     self._request_counter += 1
     # Only what this speculators passes itself: 0.3 has no block hasher, and needs none without prefix caching.

@@ -51,6 +51,7 @@ class Proof:
         dtype: of the states.
         row: checksum of the row that the result must hold for the last layer and the last token.
         fed: distance of what the model's final norm was given from the captured row.
+        direct: the norm was given the very tensors that the last layer returned.
         error: distance of the captured row after the final norm from the LM head's row.
         own: the same for the norm's own output in the engine's forward pass.
         twin: place in the step whose LM head row is nearest, if it is another one and within rounding; else -1.
@@ -63,6 +64,7 @@ class Proof:
     dtype: str = ""
     row: int = 0
     fed: float = 0.0
+    direct: bool = False
     error: float = 0.0
     own: float = 0.0
     twin: int = -1
@@ -99,6 +101,8 @@ def judge(proof: Proof, *, token: int | None = None, row: int | None = None) -> 
         return Verdict(skipped=proof.skipped)
     if row is not None and row != proof.row:
         return Verdict(fault="the last layer's last row is not the one that left that layer", cause="layer")
+    if not proof.fed <= tolerance and proof.direct:
+        return Verdict(fault="its last state is not what the last layer handed on", cause="layer")
     if not proof.fed <= tolerance:
         return Verdict(skipped="the model's final norm is given something else than the last decoder layer's state")
     if not proof.error <= tolerance:
@@ -173,6 +177,8 @@ class _Pending:
     index: torch.Tensor
     state: torch.Tensor
     added: bool = True  # whether the last layer left two addends
+    returned: frozenset[int] = frozenset()  # addresses of what it returned
+    direct: bool = False
     fed: torch.Tensor | None = None
     own: torch.Tensor | None = None
     norm: torch.nn.Module | None = None
@@ -276,7 +282,9 @@ class Alignment:
                 if residual is not None:
                     state = state + residual.index_select(0, index)
                 places = [place for _, _, place in step.last]
-                self._pending = _Pending(ids, places, step.size, index, state, added=residual is not None)
+                self._pending = _Pending(
+                    ids, places, step.size, index, state, added=residual is not None, returned=_addresses(output)
+                )
             except Exception as error:
                 self._skip(ids, f"the rows could not be gathered ({type(error).__name__})")
         except Exception:
@@ -289,9 +297,10 @@ class Alignment:
         if pending is None or pending.own is not None:
             return
         try:
-            given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            given = [_flat(value) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
             if not 1 <= len(given) <= 2 or any(value.dim() != 2 for value in given):
                 return
+            pending.direct = _addresses(given) == pending.returned
             rows = [value.index_select(0, pending.index) for value in given]
             # Some models hand on a residual that is in the hidden states already.
             pending.fed = rows[0] + rows[1] if len(rows) == 2 and pending.added else rows[0]
@@ -304,7 +313,7 @@ class Alignment:
         if pending is None or pending.norm is not module or pending.own is not None:
             return
         try:
-            pending.own = normed_output(output).index_select(0, pending.index)
+            pending.own = _flat(normed_output(output)).index_select(0, pending.index)
         except Exception:
             pending.own = None
 
@@ -337,8 +346,8 @@ class Alignment:
         if states.shape[1] != pending.state.shape[1] or pending.own.shape != pending.state.shape:
             self._skip(pending.ids, "the model changes its states between the final norm and the LM head")
             return None
-        # vLLM's norms have a plain torch form; the fused one may be compiled at its first call.
-        apply = getattr(pending.norm, "forward_native", pending.norm)
+        # vLLM's norms have a plain torch form; the fused one may be compiled at its first call. No hooks are to run.
+        apply = getattr(pending.norm, "forward_native", pending.norm.forward)
         normed = normed_output(apply(pending.state.clone()))
         places = torch.tensor(pending.places, pin_memory=self._capture.on_cuda).to(states.device, non_blocking=True)
         head = _directions(states.index_select(0, places))
@@ -406,6 +415,7 @@ class Alignment:
                     "dtype": dtype,
                     "row": checksum(rows[number]),
                     "fed": fed,
+                    "direct": pending.direct,
                     "error": error,
                     "own": own,
                     "twin": other,
@@ -418,6 +428,18 @@ class Alignment:
     def _skip(self, ids: Sequence[str], reason: str) -> None:
         for id in ids:
             self._capture.sender.prove({"id": id, "skipped": reason})
+
+
+def _flat(states: torch.Tensor) -> torch.Tensor:
+    """Without the batch dimension that transformers' own layers keep in vLLM."""
+    return states[0] if states.dim() == 3 and len(states) == 1 else states
+
+
+def _addresses(tensors: Any) -> frozenset[int]:
+    import torch
+
+    given = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
+    return frozenset(tensor.data_ptr() for tensor in given if isinstance(tensor, torch.Tensor))
 
 
 def _directions(rows: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,6 +49,7 @@ from speculators_compat.manifest import (
     tokenizer_hash,
     weights_fingerprint,
 )
+from speculators_compat.prompts import placeholder_tokens, placeholders_absent
 
 __all__ = [
     "DataFile",
@@ -161,6 +162,7 @@ def read_samples(
     max_seq_len: int | None = None,
     limit: int | None = None,
     strict: bool = False,
+    placeholders: Collection[int] = (),
 ) -> Iterator[Sample | Skipped]:
     """Stream a JSONL file: a :class:`Sample` for each good line, a :class:`Skipped` for each bad one.
 
@@ -172,6 +174,7 @@ def read_samples(
         max_seq_len: longer samples are cut to this many tokens, their loss mask too.
         limit: stop after this many good samples.
         strict: raise SC601 at the first bad line instead of passing it on as skipped.
+        placeholders: token ids in whose place the model puts images; samples with them are refused.
     """
     good = 0
     with _open_data(path) as stream:
@@ -192,6 +195,8 @@ def read_samples(
                 if not raw.strip():
                     continue
                 sample = _parse(raw, index, vocab_size, max_seq_len)
+                if not placeholders_absent(sample.input_ids, placeholders):
+                    raise _BadLine("input_ids holds a place for an image, video or audio")
             except _BadLine as bad:
                 skipped = Skipped(index + 1, bad.reason, bad.detail)
                 if strict:
@@ -329,6 +334,7 @@ def check_data_file(
     vocab_size: int | None = None,
     max_seq_len: int | None = None,
     strict: bool = False,
+    placeholders: Collection[int] = (),
 ) -> DataFile:
     """Make sure that the file is readable and has at least one good line, and fingerprint it.
 
@@ -347,7 +353,14 @@ def check_data_file(
             raise _unreadable(path, error) from error
     lines += last != b"\n"
     tally = Tally()
-    items = read_samples(path, vocab_size=vocab_size, max_seq_len=max_seq_len, limit=1, strict=strict)
+    items = read_samples(
+        path,
+        vocab_size=vocab_size,
+        max_seq_len=max_seq_len,
+        limit=1,
+        strict=strict,
+        placeholders=placeholders,
+    )
     if not list(tally.samples(items)):
         raise CompatError(
             "SC605",
@@ -388,6 +401,7 @@ class ModelFolder:
     num_layers: int | None = None
     weights: str | None = None
     tokenizer_sha256: str | None = None
+    placeholders: frozenset[int] = frozenset()
 
 
 def check_model_folder(path: str) -> ModelFolder:
@@ -446,6 +460,7 @@ def check_model_folder(path: str) -> ModelFolder:
             number_of_layers(config),
             weights_fingerprint(folder),
             tokenizer_hash(folder),
+            placeholder_tokens(config),
         )
     except OSError as error:
         raise wrong(f"{error.filename}: {error.strerror}") from error

@@ -92,6 +92,8 @@ class Session:
                 row = None if self._last is None else alignment.checksum(states[self._last][-1])
                 proof = alignment.Proof(**found)
                 verdict = alignment.judge(proof, token=token if self._greedy else None, row=row)
+                if verdict.skipped and not self.alignment.skipped[verdict.skipped]:
+                    log.warning("samples cannot be proved to belong to their prompts: %s", verdict.skipped)
         self.alignment.count(verdict)
         return verdict
 

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .errors import InputError
 
 log = logging.getLogger("speculators_compat")
+#: Names under which model configs keep :func:`placeholder_tokens`.
+PLACEHOLDERS = (
+    "image_token_id",
+    "image_token_index",
+    "img_token_id",
+    "video_token_id",
+    "video_token_index",
+    "audio_token_id",
+    "audio_token_index",
+    "media_placeholder_token_id",
+    "vision_token_id",
+)
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 
 
@@ -85,11 +97,24 @@ def check_prefix_caching(vllm_args: Mapping[str, Any]) -> None:
         )
 
 
-def check_prompts(token_ids: Any, *, vocab_size: int, max_tokens: int) -> list[list[int]]:
+def placeholder_tokens(config: Any) -> frozenset[int]:
+    """Token ids in whose place a model puts images, video or audio.
+
+    Args:
+        config: a model's config, as an object or as a dictionary.
+    """
+    values = config if isinstance(config, Mapping) else vars(config)
+    return frozenset(values[name] for name in PLACEHOLDERS if type(values.get(name)) is int)
+
+
+def check_prompts(
+    token_ids: Any, *, vocab_size: int, max_tokens: int, placeholders: Collection[int] = ()
+) -> list[list[int]]:
     """Prompts as lists of ints; those longer than ``max_tokens`` are cut, as speculators does, and counted in the log.
 
     Args:
         token_ids: a list of lists of ints (or of 1-D tensors), or a 2-D tensor.
+        placeholders: see :func:`placeholder_tokens`.
 
     Raises:
         InputError: SC407 naming the first prompt that cannot be used.
@@ -112,11 +137,22 @@ def check_prompts(token_ids: Any, *, vocab_size: int, max_tokens: int) -> list[l
                     f"token ids from 0 to {vocab_size - 1}, the target model's vocabulary",
                     "tokenize with the target model's own tokenizer",
                 )
+        if placeholders and not placeholders_absent(ids, placeholders):
+            _bad_prompt(
+                f"prompt {index} has a place for an image, video or audio",
+                "text alone: the generator hands no images to vLLM",
+                "leave it out; states from that place on would be those of another input",
+            )
         cut += len(ids) > max_tokens
         checked.append(list(ids[:max_tokens]))
     if cut:
         log.warning("%d of %d prompts were cut to %d tokens (max_model_len - 1)", cut, len(checked), max_tokens)
     return checked
+
+
+def placeholders_absent(ids: Sequence[int], placeholders: Collection[int]) -> bool:
+    """Whether a prompt is text alone."""
+    return set(placeholders).isdisjoint(ids)
 
 
 def _bad_prompt(found: str, expected: str, mend: str) -> None:
