@@ -36,7 +36,7 @@ def test_shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "SHARED_MEMORY", tmp_path)
     (tmp_path / "speculators-compat-999999999-abc").mkdir()
     (tmp_path / f"speculators-compat-{os.getpid()}-abc").mkdir()
-    assert "; 1 folders of runs that were killed" in run("SC730").outcome.found
+    assert "; 1 folder of killed runs" in run("SC730").outcome.found
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(GIB // 16, 0, GIB // 16))
     assert run("SC730").status == "warning"
 

@@ -245,7 +245,7 @@ def disk(context: Context) -> Outcome:
     free = shutil.disk_usage(folder).free
     there = _present(Path(context.options.output_dir))[1]
     left = max(0, need - there)
-    text = f"{size(left)} to be written, {size(free)} free on {folder}"
+    text = f"{size(left)} to be written, {size(free)} free there"
     if left > free * 0.98:
         return failed(
             text,
@@ -305,7 +305,7 @@ def output_dir(context: Context) -> Outcome:
             if read_only
             else f"chmod u+rwx {nearest}, or give another --output-dir",
         )
-    text = f"{nearest} on {kind}" + ("" if path.exists() else f"; {path.name} will be made in it")
+    text = f"{name} on {kind}" if path.exists() else f"{name} will be made, on {kind}"
     if kind in ("tmpfs", "ramfs"):
         return warning(
             text,

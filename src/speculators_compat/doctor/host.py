@@ -100,7 +100,8 @@ def shm(context: Context) -> Outcome:
         if (owner := p.name[len(PREFIX) :].partition("-")[0]).isdigit()
         and not os.path.exists(f"/proc/{owner}")
     ]
-    left = f"; {len(stale)} folders of runs that were killed, the next run removes them" if stale else ""
+    folders = "1 folder" if len(stale) == 1 else f"{len(stale)} folders"
+    left = f"; {folders} of killed runs, which the next run removes" if stale else ""
     text = f"{size(usage.free)} free of {size(usage.total)}{left}"
     if not os.access(SHARED_MEMORY, os.W_OK):
         return failed(

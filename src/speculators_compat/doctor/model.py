@@ -14,7 +14,6 @@ from typing import Any
 from .base import Outcome, Unavailable, check, failed, ok, skipped, warning
 from .context import Context, Unreadable, read_json, size
 
-_DOWNLOAD = "hf download {name} --local-dir {folder}"
 _TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -29,10 +28,23 @@ _MAX_TOKENIZER = 40 * 2**20
 
 def _again(context: Context) -> str:
     """The command that fetches the model again."""
+    return _fetch(context, [])
+
+
+def _fetch(context: Context, files: list[str], *, spoilt: bool = False) -> str:
+    """The command that fetches files again, where they are spoilt after removing them."""
     model = context.options.model or ""
-    if not Path(model).expanduser().is_dir():
-        return f"hf download {model}"
-    return _DOWNLOAD.format(name="ORG/NAME", folder=model)
+    wanted = " ".join(files[:3]) + (" ..." if len(files) > 3 else "")
+    folder = Path(model).expanduser()
+    remove = ""
+    if spoilt:
+        places = [os.path.realpath(context.folder / f) for f in files[:3]]
+        remove = (
+            f"rm -r {' '.join(places if not folder.is_dir() else [f'{model}/{f}' for f in files[:3]])} && "
+        )
+    if not folder.is_dir():
+        return f"{remove}hf download {model} {wanted}".rstrip()
+    return f"{remove}hf download ORG/NAME {wanted + ' ' if wanted else ''}--local-dir {model}"
 
 
 def _few(items: list[str], shown: int = 3) -> str:
@@ -184,7 +196,7 @@ def index(context: Context) -> Outcome:
             f"{len(absent)} of {len(weights.headers)} listed files are not there: {_few(absent)}",
             expected="every file that model.safetensors.index.json names",
             why="vLLM loads for minutes before it misses one",
-            mend=_again(context),
+            mend=_fetch(context, absent),
         )
     count = len(weights.headers) or len(weights.other)
     kind = "safetensors" if weights.headers else Path(next(iter(weights.other))).suffix[1:]
@@ -201,21 +213,21 @@ def shards(context: Context) -> Outcome:
     if not weights.headers:
         empty = [name for name, count in weights.other.items() if count < 1024]
         if empty:
-            return _incomplete(context, [f"{name} has {weights.other[name]} bytes" for name in empty])
+            return _incomplete(context, {name: f"has {weights.other[name]} bytes" for name in empty})
         return skipped(
             "only safetensors files say how long they are" if weights.other else "no weights here (SC703)"
         )
-    broken = [f"{h.name} {h.problem}" for h in weights.broken if not h.problem.endswith("not there")]
+    broken = {h.name: h.problem for h in weights.broken if not h.problem.endswith("not there")}
     if broken:
         return _incomplete(context, broken)
     if any(h.problem for h in weights.headers):
         return skipped("files are missing (SC703)")
     if weights.index is not None:
-        lost = [
-            f"{h.name} lacks {len(gone)} tensors of the index ({sorted(gone)[0]})"
+        lost = {
+            h.name: f"lacks {len(gone)} tensors of the index ({min(gone)})"
             for h in weights.headers
             if (gone := weights.index[h.name] - h.tensors.keys())
-        ]
+        }
         if lost:
             return _incomplete(context, lost)
     kinds: dict[str, int] = {}
@@ -232,12 +244,14 @@ def shards(context: Context) -> Outcome:
     )
 
 
-def _incomplete(context: Context, items: list[str]) -> Outcome:
+def _incomplete(context: Context, bad: dict[str, str]) -> Outcome:
     return failed(
-        _few(items),
+        _few([f"{name} {problem}" for name, problem in bad.items()]),
         expected="every file as long as its header says, and readable",
         why="vLLM loads for minutes before it meets the bad one",
-        mend=_again(context),
+        mend="chmod u+r " + " ".join(f"{context.folder / name}" for name in list(bad)[:3])
+        if all("Permission" in problem for problem in bad.values())
+        else _fetch(context, list(bad), spoilt=True),
     )
 
 

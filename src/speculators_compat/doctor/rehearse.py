@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import settings
+from ..handover import sweep_stale
 from .base import Outcome, Unavailable, check, failed, ok, skipped
 from .context import Context, Unreadable, read_json
 from .facts import default_layer_ids
@@ -177,6 +178,8 @@ def _environment(context: Context, folder: Path, cpu: bool, tp: int) -> dict[str
     )
     if cpu:
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        # Compiling single operations takes 20 s, and changes nothing that is looked at.
+        environment.setdefault("TORCHDYNAMO_DISABLE", "1")
         if context.facts.is_mla:
             environment.setdefault("VLLM_MLA_DISABLE", "1")
         if tp > 1:
@@ -208,6 +211,7 @@ def run(job: Job) -> dict[str, Any]:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            sweep_stale()
     try:
         answer: dict[str, Any] = json.loads((job.folder / "answer.json").read_text())
     except (OSError, ValueError):

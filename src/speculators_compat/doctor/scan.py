@@ -22,6 +22,7 @@ from ..dataio import MAX_LINE_BYTES, MAX_TOKEN_ID, _BadLine, _parse
 
 #: A file is cut into pieces of about this size.
 PIECE = 8 * 2**20
+SMALL = 4 * 2**20
 WORKERS = 8
 #: Lines whose hashes are kept to find duplicates: 8 bytes each, and a set of them.
 MAX_HASHES = 4_000_000
@@ -95,7 +96,9 @@ def scan(path: str, *, vocab_size: int | None, max_seq_len: int) -> Stats:
     pieces = _pieces(path)
     total = Stats()
     workers = min(WORKERS, len(os.sched_getaffinity(0)), len(pieces))
-    jobs = [(path, start, stop, vocab_size, max_seq_len) for start, stop in pieces]
+    # Importing msgspec and numpy takes longer than reading a small file without them.
+    fast = sum(stop - start for start, stop in pieces) > SMALL
+    jobs = [(path, start, stop, vocab_size, max_seq_len, fast) for start, stop in pieces]
     # Forking beside threads can hang the child.
     if workers > 1 and threading.active_count() == 1:
         with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
@@ -121,10 +124,10 @@ def _pieces(path: str) -> list[tuple[int, int]]:
     return list(itertools.pairwise(cuts))
 
 
-def _read(job: tuple[str, int, int, int | None, int]) -> Stats:
-    path, start, stop, vocab_size, longest = job
+def _read(job: tuple[str, int, int, int | None, int, bool]) -> Stats:
+    path, start, stop, vocab_size, longest, fast = job
     stats = Stats()
-    read = _reader(vocab_size)
+    read = _reader(vocab_size, fast)
     with open(path, "rb") as file:
         file.seek(start)
         position = start
@@ -181,12 +184,14 @@ def _judge(raw: bytes, number: int, vocab_size: int | None) -> _Line:
     return _Line(len(sample.input_ids), mask is not None, first)
 
 
-def _reader(vocab_size: int | None) -> Callable[[bytes, int], _Line]:
+def _reader(vocab_size: int | None, fast: bool) -> Callable[[bytes, int], _Line]:
     """A function from a line and its number to what matters in it."""
 
     def careful(raw: bytes, number: int) -> _Line:
         return _judge(raw, number, vocab_size)
 
+    if not fast:
+        return careful
     try:
         msgspec, numpy = importlib.import_module("msgspec"), importlib.import_module("numpy")
     except ImportError:
@@ -197,7 +202,7 @@ def _reader(vocab_size: int | None) -> Callable[[bytes, int], _Line]:
     digits = bytes.maketrans(b"123456789", b"000000000")
     too_long = b"0" * 19
 
-    def fast(raw: bytes, number: int) -> _Line:
+    def quick(raw: bytes, number: int) -> _Line:
         # The decoder has made sure that it is JSON: what is left of a flat list of plain numbers without digits, commas
         # and blanks is one pair of brackets. Anything else is judged with care.
         try:
@@ -207,16 +212,22 @@ def _reader(vocab_size: int | None) -> Callable[[bytes, int], _Line]:
         ids, mask = bytes(found.input_ids), bytes(found.loss_mask)
         if ids.translate(None, b"0123456789, ") != b"[]" or too_long in ids.translate(digits):
             return careful(raw, number)
+        if not ids[1:-1].strip():
+            return careful(raw, number)
         values = numpy.fromstring(ids[1:-1].decode(), dtype=numpy.int64, sep=",")
-        if not len(values) or len(values) != ids.count(b",") + 1 or int(values.max()) >= bound:
+        if len(values) != ids.count(b",") + 1 or int(values.max()) >= bound:
             return careful(raw, number)
         if not mask or mask == b"null":
             return _Line(len(values), False, -1)
-        if mask.translate(None, b"01, ") != b"[]" or mask.count(b",") + 1 != len(values):
+        if (
+            not mask[1:-1].strip()
+            or mask.translate(None, b"01, ") != b"[]"
+            or mask.count(b",") + 1 != len(values)
+        ):
             return careful(raw, number)
         if b"10" in mask or b"11" in mask:
             return careful(raw, number)
         first = mask.find(b"1")
         return _Line(len(values), True, mask.count(b",", 0, first) if first >= 0 else -1)
 
-    return fast
+    return quick
