@@ -283,7 +283,8 @@ def _apply(module: ModuleType) -> None:
                 with _process.journal:
                     _apply_one(adapter, context, surface)
             except Exception as error:  # somebody else's adapter must not take the run down
-                _process.states[adapter.id] = Probe(State.FAILED, f"{type(error).__name__}: {error}")
+                if _process.states[adapter.id].state is not State.DRIFTED:
+                    _process.states[adapter.id] = Probe(State.FAILED, f"{type(error).__name__}: {error}")
                 warnings.warn(f"adapter {adapter.id} of another package failed: {error}", CompatWarning, stacklevel=2)
 
 

@@ -8,6 +8,8 @@ import importlib.metadata
 import pkgutil
 from dataclasses import dataclass, field
 
+from packaging.specifiers import SpecifierSet
+
 from .adapter import Adapter
 from .hookspecs import PROJECT
 
@@ -47,6 +49,7 @@ def registry() -> Registry:
             for adapter in (a for answer in hook() for a in answer):
                 if not isinstance(adapter, Adapter):
                     raise TypeError(f"{adapter!r} is not an Adapter")
+                SpecifierSet(adapter.vllm)  # raises where it is none
                 if adapter.id in found.adapters:
                     raise ValueError(f"adapter id {adapter.id!r} is taken")
                 found.adapters[adapter.id] = adapter

@@ -176,7 +176,12 @@ class LiveSurface:
 
     def has_module(self, module: str) -> bool:
         # Not imported: a probe for transformers must not import half of it.
-        return module in sys.modules or importlib.util.find_spec(module) is not None
+        if module in sys.modules:
+            return True
+        try:
+            return importlib.util.find_spec(module) is not None
+        except ImportError:  # the package that would hold it does not exist
+            return False
 
     def parameters(self, name: str) -> Parameters | None:
         obj = self._find(name)

@@ -1,0 +1,132 @@
+"""What a caller passes to the generator: refused with the item named, before anything is computed."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speculators_compat.errors import InputError
+from speculators_compat.prompts import check_layer_ids, check_model, check_prompts
+
+
+def prompts(given: Any) -> list[list[int]]:
+    return check_prompts(given, vocab_size=100, max_tokens=5)
+
+
+class Tensor:
+    """Anything with ``tolist``, as numpy's and torch's arrays have."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def tolist(self) -> Any:
+        return self.values
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([[1, 2], [3]], [[1, 2], [3]]),
+        ([(1, 2)], [[1, 2]]),
+        (([1], [2]), [[1], [2]]),
+        (Tensor([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        ([Tensor([1, 2]), Tensor([3])], [[1, 2], [3]]),
+        ([[0, 99]], [[0, 99]]),
+    ],
+)
+def test_good(given: Any, expected: list[list[int]]) -> None:
+    assert prompts(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ([], "an empty list of prompts"),
+        (Tensor([]), "an empty list of prompts"),
+        ([[1], []], "prompt 1 is empty"),
+        ([[1], Tensor([])], "prompt 1 is empty"),
+        ([[1, 100]], "prompt 0 has 100 at position 1"),
+        ([[1], [2, -1]], "prompt 1 has -1 at position 1"),
+        ([[1.0]], "prompt 0 has 1.0 at position 0"),
+        ([["1"]], "prompt 0 has '1' at position 0"),
+        ([[None]], "prompt 0 has None at position 0"),
+        ([[True]], "prompt 0 has True at position 0"),
+        ([[[1]]], "prompt 0 has [1] at position 0"),
+        ([1, 2], "prompt 0 is a int"),
+        (Tensor([1, 2]), "prompt 0 is a int"),
+        (["text"], "prompt 0 is a str"),
+        ([{"input_ids": [1]}], "prompt 0 is a dict"),
+        # Looked at before it is cut, so that the same data is good or bad whatever max_model_len is.
+        ([[1, 1, 1, 1, 1, 1, 100]], "prompt 0 has 100 at position 6"),
+    ],
+)
+def test_bad(given: Any, names: str) -> None:
+    with pytest.raises(InputError) as refused:
+        prompts(given)
+    assert refused.value.id == "SC407"
+    assert names in refused.value.found
+    assert isinstance(refused.value, ValueError)  # as speculators raises
+
+
+def test_long_prompts_are_cut_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="speculators_compat"):
+        assert prompts([[1] * 5, [2] * 6, [3] * 99]) == [[1] * 5, [2] * 5, [3] * 5]
+    assert "2 of 3 prompts were cut to 5 tokens" in caplog.text
+
+
+def test_prompts_are_copies() -> None:
+    given = [[1, 2]]
+    checked = prompts(given)
+    checked[0].append(3)
+    assert given == [[1, 2]]
+
+
+@pytest.mark.parametrize("ids", [[0], [3, 1, 2], [2, 2], [0, 3]])
+def test_good_layer_ids(ids: list[int]) -> None:
+    assert check_layer_ids(ids, 4) == ids
+
+
+@pytest.mark.parametrize(
+    ("ids", "names"),
+    [
+        ([4], "[4]"),
+        ([0, -1, 9], "[-1, 9]"),
+        ([], "an empty list"),
+        ([1.0], "[1.0]"),
+        (["1"], "['1']"),
+        ([True], "[True]"),
+    ],
+)
+def test_bad_layer_ids(ids: list[Any], names: str) -> None:
+    with pytest.raises(InputError) as refused:
+        check_layer_ids(ids, 4)
+    assert refused.value.id == "SC406"
+    assert names in refused.value.found
+    assert "0 to 3" in refused.value.expected
+
+
+def test_duplicate_layer_ids_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="speculators_compat"):
+        check_layer_ids([1, 2, 1], 4)
+    assert "duplicates" in caplog.text
+
+
+def test_model_folder(tmp_path: Path) -> None:
+    def refused(path: object, **kwargs: Any) -> str:
+        with pytest.raises(InputError) as error:
+            check_model(str(path), **kwargs)
+        assert error.value.id == "SC405"
+        return error.value.found
+
+    assert "is not a folder" in refused(tmp_path / "nowhere")
+    assert "is not a folder" in refused("./nowhere")
+    assert "no config.json" in refused(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert "no weights" in refused(tmp_path)
+    check_model(str(tmp_path), load_format="dummy")
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"")
+    check_model(str(tmp_path))
+    check_model("somebody/a-model")  # a name on the hub
