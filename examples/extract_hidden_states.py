@@ -21,7 +21,7 @@ import signal
 import sys
 from typing import Any
 
-from speculators_compat import dataio, layer_ids, manifest, settings
+from speculators_compat import cli, dataio, layer_ids, manifest, settings
 from speculators_compat.errors import CompatError
 from speculators_compat.extraction import UnprovedError
 
@@ -60,6 +60,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--limit", type=positive, help="stop after this many usable prompts")
     add("--vllm-args", type=json_object, metavar="JSON", help='more vLLM arguments: \'{"dtype": "float32"}\'')
     add("--strict", action="store_true", help="end at the first line that can't be used")
+    add("--skip-check", action="store_true", help="start although a check of compat-check fails")
     return parser.parse_args(argv)
 
 
@@ -95,6 +96,9 @@ def extract(args: argparse.Namespace) -> int:
     args.after_layer = layer_ids.resolve(
         args.layer_ids, model.num_layers, convention=args.layer_convention, output=args.format
     )
+    if not args.skip_check and not cli.check_first(vars(args), layer_ids=args.after_layer):
+        print("not started: a check failed (--skip-check starts all the same)", file=sys.stderr)
+        return 1
     decisive = dataio.make_settings(
         model,
         data,

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import speculators_compat
-from speculators_compat import settings
+from speculators_compat import cli, settings
 from speculators_compat.errors import CompatError
 
 torch = pytest.importorskip(
@@ -111,7 +111,7 @@ def job(tmp_path: Path) -> list[Any]:
         tmp_path / "p.jsonl",
         "--output-dir",
         tmp_path / "out",
-    ] + (["--batch-size", 2, "--max-seq-len", 8])
+    ] + (["--batch-size", 2, "--max-seq-len", 8, "--skip-check"])
 
 
 def samples(folder: Path) -> dict[str, bytes]:
@@ -326,6 +326,31 @@ def test_disk_full_ends_with_what_is_finished(
     assert sorted(p.name for p in (tmp_path / "out").glob("data_*")) == ["data_0.pt", "data_1.pt"]
     assert main(*job) == 0
     assert len(list((tmp_path / "out").glob("data_*"))) == 9
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_checks_come_before_the_load(
+    main: Any, generator: Any, job: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: Any, passed: bool
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(cli, "check_first", lambda arguments, layer_ids: seen.append(arguments) or passed)
+    job.remove("--skip-check")
+    assert main(*job) == (0 if passed else 1)
+    assert len(generator.made) == (1 if passed else 0)
+    assert ("not started" in capsys.readouterr().err) == (not passed)
+    (arguments,) = seen
+    assert (arguments["model_path"], arguments["batch_size"]) == (str(job[1]), 2)
+
+
+def test_a_failed_check_is_told_in_the_example_s_words(
+    main: Any, generator: Any, job: list[Any], capsys: Any
+) -> None:
+    job.remove("--skip-check")
+    assert main(*job, "--tp-size", "3") == 1
+    error = capsys.readouterr().err
+    assert "[SC701]  failed" in error  # the model of these tests has a vocabulary and nothing else
+    assert "check --model-path" in " ".join(error.split())
+    assert generator.made == []
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
 """The command ``compat-check``. What it prints is found out by :mod:`speculators_compat.check`."""
 
 # No "from __future__ import annotations" here: typer evaluates the command's annotations.
+import io
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 if TYPE_CHECKING:
@@ -106,7 +107,9 @@ def _app() -> Any:
         pp: Annotated[int, typer.Option("--pp", metavar="N", min=1, help="Pipeline parallel size.")] = 1,
         share: Annotated[
             float,
-            typer.Option("--gpu-memory-utilization", metavar="X", min=0.01, max=1, help="Part of the GPU memory."),
+            typer.Option(
+                "--gpu-memory-utilization", metavar="X", min=0.01, max=1, help="Part of the GPU memory."
+            ),
         ] = 0.8,
         max_seq_len: Annotated[
             int, typer.Option("--max-seq-len", metavar="L", min=1, help="Longer prompts are cut.")
@@ -225,8 +228,8 @@ class _UsageError(Exception):
 
 def _options(
     values: dict[str, Any], layer_ids: Optional[str], vllm_args: Optional[str], only: Sequence[str]  # noqa: UP045
-) -> "Optional[Options]":
-    """The options of the run to be checked; ``None`` where none is described: the plain check stays as light as it is."""
+) -> "Options | None":
+    """The options of the run to be checked; ``None`` where none is described, and nothing more is loaded."""
     given = (values["model"], values["data"], values["output_dir"])
     if not any(given) and not only and not values["rehearse"]:
         return None
@@ -253,7 +256,7 @@ def _options(
     return Options(**values, layer_ids=layers, vllm_args=arguments, only=ids)
 
 
-def _check(as_json: bool, strict: bool, debug: bool, options: "Optional[Options]" = None) -> int:
+def _check(as_json: bool, strict: bool, debug: bool, options: "Options | None" = None) -> int:
     from .check import run_check
 
     report = run_check(strict=strict, options=options)
@@ -269,6 +272,52 @@ def _check(as_json: bool, strict: bool, debug: bool, options: "Optional[Options]
             if one.trace:
                 print(f"check {one.id}:\n{one.trace}", file=sys.stderr)
     return report.exit_code
+
+
+#: This command's options and their names in ``examples/extract_hidden_states.py``.
+_SCRIPT = {"--model": "--model-path", "--tp": "--tp-size", "--data": "--prepared-data"}
+
+
+def check_first(arguments: Mapping[str, Any], *, layer_ids: Optional[Sequence[int]]) -> bool:  # noqa: UP045
+    """For scripts: make the checks of a run, and print to standard error what is wrong with it.
+
+    Args:
+        arguments: those of ``examples/extract_hidden_states.py`` by name; any of them may be left out.
+        layer_ids: decoder layers, from 0; ``None`` for speculators' default.
+
+    Returns:
+        Whether nothing failed. Warnings, untested combinations and checks that broke do not stop a run.
+    """
+    import contextlib
+    import re
+
+    from . import settings
+    from .check import run_check
+    from .doctor import Options
+
+    same = ("gpu_memory_utilization", "max_seq_len", "batch_size", "limit", "output_dir")
+    values = {name: arguments[name] for name in same if name in arguments}
+    values.update(model=arguments.get("model_path"), data=arguments.get("prepared_data"))
+    options = Options(
+        **values,
+        tp=arguments.get("tp_size", 1),
+        layer_ids=None if layer_ids is None else tuple(layer_ids),
+        vllm_args=settings.current().vllm_args,
+    )
+    report = run_check(options=options)
+    problems = [one for one in report.checks if one.status in ("failed", "warning")]
+    console = _console()
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        for finding in report.findings:
+            _render_finding(console, finding)
+        render_problems(problems, console)
+        if report.verdict in ("not-supported", "not-ready"):
+            print(_verdict(report)[0])
+    words = "|".join(_SCRIPT)
+    told = re.sub(rf"(?:{words})(?![\w-])", lambda found: _SCRIPT[found.group()], text.getvalue())
+    print(told, end="", file=sys.stderr)
+    return report.verdict not in ("not-supported", "not-ready")
 
 
 def _console() -> "Console":
@@ -384,7 +433,7 @@ def _render_checks(console: "Console", checks: Sequence["Result"]) -> None:
         _print(console, Padding(table, (0, 0, 0, 2)))
 
 
-def render_problems(checks: Sequence["Result"], console: "Optional[Console]" = None) -> None:
+def render_problems(checks: Sequence["Result"], console: "Console | None" = None) -> None:
     """Print what was found, expected, why it matters and what to do, failures first."""
     from .errors import CATALOG
 

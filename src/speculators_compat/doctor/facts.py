@@ -239,7 +239,7 @@ class ModelFacts:
         quantization = self.quantization or {}
         block = quantization.get("weight_block_size")
         if isinstance(block, list) and block and all(isinstance(b, int) for b in block):
-            return max(block)
+            return int(max(block))
         for group in _values(quantization.get("config_groups")):
             weights = group.get("weights") if isinstance(group, Mapping) else None
             if (
