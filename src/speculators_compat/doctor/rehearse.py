@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ _SYMPTOMS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"get_kv_cache_config_from_groups|kv_cache_specs|KV cache layout|kv_cache_groups_uniform", ("kv_cache", "engine")),
     (r"Scheduler.*block_size|hash_block_size", ("scheduler", "engine")),
     (r"mem_get_info|No CUDA|not compiled with CUDA|Found no NVIDIA driver|No available memory for the cache", ("device_memory", "engine")),
-    (r"model weights|safetensors|\*\.bin|has no weights", ("vllm_arguments", "engine")),
+    (r"model weights|safetensors|\*\.bin|has no weights", ("vllm_arguments", "generation", "engine")),
     (r"trust_remote_code|AutoConfig|AutoTokenizer|num_hidden_layers", ("config_loading",)),
     (r"SupportsEagle3|supports_eagle3|EAGLE3|hidden state extraction", ("eagle3_protocol", "eagle3_allow_list", "generation", "engine")),
     (r"SC501|no attribute '(?:model|layers|language_model)'", ("layer_navigation",)),
@@ -238,9 +238,7 @@ def judge(answer: dict[str, Any], job: Job, log: str) -> Outcome:
     id, doing = _STAGES[answer["stage"]]
     error = answer["error"]
     reason = root_cause(error, log)
-    adapter = concerned(
-        f"{reason}\n{error['text']}\n{error['trace']}\n{log[-20000:]}", answer.get("adapters", {})
-    )
+    adapter = concerned([reason, error["text"], error["trace"]], answer.get("adapters", {}))
     where = f" Adapter concerned: {adapter}." if adapter else ""
     outcome = failed(
         f"{doing}: {reason}.{where} (small copy: {job.description})",
@@ -301,17 +299,23 @@ def root_cause(error: Mapping[str, Any], log: str) -> str:
     return " ".join(first.split())[:400]
 
 
-def concerned(text: str, states: Mapping[str, str]) -> str | None:
-    """The adapter that deals with such a failure."""
-    without = set(settings.without())
-    named = re.search(r"adapter (\w+)", text.partition("\n")[0])
-    if named:
+def concerned(texts: Sequence[str], states: Mapping[str, str]) -> str | None:
+    """The adapter that deals with such a failure.
+
+    Args:
+        texts: what the failure says, the most telling first.
+        states: the adapters of this run.
+    """
+    without = settings.without()
+    named = re.search(r"adapter (\w+)", texts[0])
+    if named and named.group(1) in states:
         return named.group(1)
-    for pattern, adapters in _SYMPTOMS:
-        if re.search(pattern, text):
-            hit = next((a for a in adapters if a in without), None) or next(
-                (a for a in adapters if a in states), None
-            )
-            if hit or settings.switched_off():
-                return hit or adapters[0]
-    return next(iter(without)) if len(without) == 1 else None
+    shown = [adapters for text in texts for pattern, adapters in _SYMPTOMS if re.search(pattern, text)]
+    for chosen in (without, states, tuple(a for _, adapters in _SYMPTOMS for a in adapters)):
+        for adapters in shown:
+            hit = next((adapter for adapter in adapters if adapter in chosen), None)
+            if hit is not None:
+                return hit
+        if chosen == without and len(without) == 1:
+            return without[0]
+    return None
