@@ -29,12 +29,15 @@ adapter_sets:
   engine: [alpha]
 rows:
   - vllm: ">=0.12,<0.16"
+    releases: [0.12.0, 0.14.0]
     "0.4": {status: untested, adapters: in-process}
     "0.5+": &removed {status: unsupported, why: the generator was removed, mend: install 0.4.0.1}
   - vllm: ">=0.16,<0.17"
+    releases: [0.16.0]
     "0.4": {status: verified, adapters: in-process, evidence: evidence/a.json, note: a note on it}
     "0.5+": *removed
   - vllm: ">=0.17,<0.20"
+    releases: [0.17.0, 0.18.0]
     "0.4": {status: structural, adapters: engine}
     "0.5+": *removed
 """
@@ -198,6 +201,7 @@ def test_builds_of_a_release_are_ready(bench: Bench, vllm: str) -> None:
         ("0.14.0", "0.4.0", "the matrix lists vLLM >=0.12,<0.16, speculators 0.4 as untested"),
         ("0.16.1rc1.dev657+g793ca6998.cu129", "0.4.0", "is a build before the release 0.16.1"),
         ("0.21.0", "0.4.0", "vLLM 0.21.0 is newer than every row"),
+        ("0.16.1", "0.4.0", "vLLM 0.16.1 is in the range of the row >=0.16,<0.17, but none of the releases"),
         ("0.16.0", "0.4.1.dev1", "speculators 0.4.1.dev1 is a build before the release 0.4.1"),
     ],
 )

@@ -15,25 +15,29 @@ GOOD = """\
 schema: 1
 lineages:
   "0.3": {speculators: ">=0.3,<0.4"}
-  "0.4": {speculators: ">=0.4,<0.5", note: a note}
+  "0.4": {speculators: ">=0.4,<0.5", releases: [0.4.0, 0.4.0.1], note: a note}
   "0.5+": {speculators: ">=0.5,<0.10"}
 adapter_sets:
   in-process: [alpha, beta]
   engine: [alpha, gamma]
 rows:
   - vllm: ">=0.11,<0.11.1"
+    releases: [0.11.0]
     "0.3": {status: verified, adapters: in-process, evidence: evidence/a.json}
     "0.4": {status: untested, adapters: engine}
     "0.5+": &removed {status: unsupported, why: removed, mend: install 0.4}
   - vllm: ">=0.11.1,<0.17"
+    releases: [0.11.1, 0.12.0, 0.16.0]
     "0.3": {status: untested, adapters: engine}
     "0.4": {status: structural, adapters: engine, note: only read}
     "0.5+": *removed
   - vllm: ">=0.17,<0.24"
+    releases: [0.17.0, 0.18.1]
     "0.3": {status: untested, adapters: engine}
     "0.4": {status: verified, adapters: engine, evidence: evidence/b.json}
     "0.5+": *removed
   - vllm: ">=0.24,<0.29"
+    releases: [0.24.0, 0.28.0]
     "0.3": {status: untested, adapters: engine}
     "0.4": {status: untested, adapters: engine}
     "0.5+": *removed
@@ -188,7 +192,7 @@ FAULTS: list[tuple[str, str, str, str]] = [
         "one id a line",
     ),
     # ranges
-    (">=0.11.1,<0.17", ">=0.11.1", "line 14, row >=0.11.1, vllm: '>=0.11.1' is not a range", ">=A,<B"),
+    (">=0.11.1,<0.17", ">=0.11.1", "line 15, row >=0.11.1, vllm: '>=0.11.1' is not a range", ">=A,<B"),
     (">=0.11.1,<0.17", "0.11.1", "row 0.11.1, vllm: '0.11.1' is not a range", ">=A,<B"),
     (">=0.11.1,<0.17", ">=0.11.1,<=0.17", "vllm: '>=0.11.1,<=0.17' is not a range", ">=A,<B"),
     (">=0.11.1,<0.17", "~=0.11", "vllm: '~=0.11' is not a range", ">=A,<B"),
@@ -197,8 +201,8 @@ FAULTS: list[tuple[str, str, str, str]] = [
     (">=0.11.1,<0.17", ">=0.11.1,<0.17rc1", "the bound 0.17rc1 is not a plain release", ">=A,<B"),
     (">=0.11.1,<0.17", ">=0.11.1,<0.17+cu129", "the bound 0.17+cu129 is not a plain release", ">=A,<B"),
     (">=0.11.1,<0.17", ">=0.17,<0.11.1", "'>=0.17,<0.11.1' holds no version", "smaller version first"),
-    ('vllm: ">=0.11.1,<0.17"', "vllm: 0.11", "line 14, row 2, vllm: 0.11 is not a range", "quotes"),
-    ('vllm: ">=0.11.1,<0.17"', "vllm:", "line 14, row 2, vllm: empty is not a range", ">=A,<B"),
+    ('vllm: ">=0.11.1,<0.17"', "vllm: 0.11", "line 15, row 2, vllm: 0.11 is not a range", "quotes"),
+    ('vllm: ">=0.11.1,<0.17"', "vllm:", "line 15, row 2, vllm: empty is not a range", ">=A,<B"),
     (
         ">=0.11.1,<0.17",
         ">=0.11,<0.17",
@@ -208,20 +212,62 @@ FAULTS: list[tuple[str, str, str, str]] = [
     (
         ">=0.11.1,<0.17",
         ">=0.11.1,<0.18",
-        "line 18, row >=0.17,<0.24: overlaps with row >=0.11.1,<0.18",
+        "line 20, row >=0.17,<0.24: overlaps with row >=0.11.1,<0.18",
         ">=0.18",
     ),
     (
         ">=0.11.1,<0.17",
         ">=0.12,<0.17",
-        "line 14, row >=0.12,<0.17: leaves a gap: vLLM 0.11.1 up to 0.12",
+        "line 15, row >=0.12,<0.17: leaves a gap: vLLM 0.11.1 up to 0.12",
         ">=0.11.1",
+    ),
+    # releases
+    ("    releases: [0.24.0, 0.28.0]\n", "", "row >=0.24,<0.29, releases: is missing", "add releases"),
+    ("[0.24.0, 0.28.0]", "[]", "line 26, row >=0.24,<0.29, releases: is a list without entries", "in full"),
+    ("[0.24.0, 0.28.0]", "0.24.0", "row >=0.24,<0.29, releases: is text without entries", "in full"),
+    ("[0.24.0, 0.28.0]", "[0.24]", "row >=0.24,<0.29, releases: 0.24 is not a plain release", "in full"),
+    ("[0.24.0, 0.28.0]", "[0.24.0rc1]", "releases: '0.24.0rc1' is not a plain release", "in full"),
+    ("[0.24.0, 0.28.0]", "[0.24.0.post1]", "releases: '0.24.0.post1' is not a plain release", "in full"),
+    ("[0.24.0, 0.28.0]", "[soon]", "releases: 'soon' is not a plain release", "in full"),
+    (
+        "[0.24.0, 0.28.0]",
+        "[0.24.0, 0.29.0]",
+        "line 26, row >=0.24,<0.29, releases: 0.29.0 is not in the range",
+        "from 0.24 on and below 0.29",
+    ),
+    ("[0.24.0, 0.28.0]", "[0.24.0, 0.24.0]", "releases: names 0.24.0 twice", "delete one"),
+    ("[0.24.0, 0.28.0]", "[0.28.0, 0.24.0]", "releases: 0.24.0 comes after 0.28.0", "oldest first"),
+    ("[0.4.0, 0.4.0.1]", "[0.4.0, 0.5.0]", "line 4, lineages.0.4.releases: 0.5.0 is not in the range", "0.5"),
+    ("[0.4.0, 0.4.0.1]", "~", "line 4, lineages.0.4.releases: is empty without entries", "in full"),
+    # exceptions
+    (
+        "note: only read",
+        "except: {0.13.0: {status: untested}}",
+        "line 18, row >=0.11.1,<0.17, 0.4.except.0.13.0: is none of the row's releases",
+        "add it to releases",
+    ),
+    ("note: only read", "except: []", "0.4.except: is a list without entries", "0.18.1"),
+    ("note: only read", "except: {0.12: {status: untested}}", "0.4.except.0.12: 0.12 is not a plain", "full"),
+    ("note: only read", "except: {0.12.0: untested}", "0.4.except.0.12.0: is not a mapping but text", "status"),
+    ("note: only read", "except: {0.12.0: {}}", "0.4.except.0.12.0.status: is missing", "add status"),
+    (
+        "note: only read",
+        "except: {0.12.0: {status: unsupported, why: a}}",
+        "0.4.except.0.12.0.mend: is missing for an unsupported cell",
+        "one sentence",
+    ),
+    ("note: only read", "except: {0.12.0: {status: verified}}", "except.0.12.0.evidence: is missing", "untested"),
+    (
+        "note: only read",
+        "except: {0.12.0: {status: untested, adapters: engine}}",
+        "0.4.except.0.12.0.adapters: is an unknown key",
+        "status",
     ),
     # cells
     (
         "status: structural",
         "status: verfied",
-        "line 16, row >=0.11.1,<0.17, 0.4.status: 'verfied' is no status",
+        "line 18, row >=0.11.1,<0.17, 0.4.status: 'verfied' is no status",
         "did you mean verified?",
     ),
     ("status: structural", "status: yes", "0.4.status: True is no status", "the statuses are"),
@@ -258,7 +304,7 @@ FAULTS: list[tuple[str, str, str, str]] = [
     (
         ", evidence: evidence/a.json",
         "",
-        "line 11, row >=0.11,<0.11.1, 0.3.evidence: is missing for a verified cell",
+        "line 12, row >=0.11,<0.11.1, 0.3.evidence: is missing for a verified cell",
         "untested",
     ),
     ("evidence: evidence/a.json", 'evidence: " "', "0.3.evidence: is ' '", "write text"),
@@ -273,7 +319,7 @@ FAULTS: list[tuple[str, str, str, str]] = [
     (
         '    "0.4": {status: structural, adapters: engine, note: only read}\n',
         "",
-        "line 14, row >=0.11.1,<0.17, 0.4: is missing",
+        "line 15, row >=0.11.1,<0.17, 0.4: is missing",
         "add 0.4",
     ),
     (
@@ -296,7 +342,7 @@ FAULTS: list[tuple[str, str, str, str]] = [
         "rows.1.0.3: the key is there twice",
         "delete one",
     ),
-    ("note: only read", "note: a, note: b", "line 16, rows.1.0.4.note: the key is there twice", "delete one"),
+    ("note: only read", "note: a, note: b", "line 18, rows.1.0.4.note: the key is there twice", "delete one"),
 ]
 
 
@@ -342,7 +388,8 @@ def test_missing_section(tmp_path: Path, section: str) -> None:
 
 def test_all_faults_are_named_at_once(tmp_path: Path) -> None:
     text = edited("schema: 1", "schema: 7")
-    text = text.replace("status: structural", "status: strucural").replace(">=0.24,<0.29", ">=0.25,<0.29")
+    text = text.replace("status: structural", "status: strucural").replace(">=0.24,<0.29", ">=0.24.1,<0.29")
+    text = text.replace("[0.24.0, 0.28.0]", "[0.28.0]")
     text = text.replace("[alpha, beta]", "[alpha, delta]")
     found = faults(tmp_path, text)
     assert len(found) == 4
@@ -352,7 +399,7 @@ def test_all_faults_are_named_at_once(tmp_path: Path) -> None:
 
 def test_fault_in_an_anchor_is_named_where_it_is_used(tmp_path: Path) -> None:
     found = faults(tmp_path, edited("why: removed, ", ""))
-    assert [fault.split(",")[0] for fault in found] == ["line 13", "line 17", "line 21", "line 25"]
+    assert [fault.split(",")[0] for fault in found] == ["line 14", "line 19", "line 24", "line 29"]
 
 
 @pytest.mark.parametrize(
@@ -402,6 +449,12 @@ def test_default_file_is_the_one_beside_the_module(tmp_path: Path, monkeypatch: 
         ("0.16.0+cu129", ">=0.11.1,<0.17", True),
         ("0.17.0", ">=0.17,<0.24", True),
         ("0.28.0+cpu", ">=0.24,<0.29", True),
+        ("0.28", ">=0.24,<0.29", True),
+        # releases that came later: nobody has run them
+        ("0.16.1", ">=0.11.1,<0.17", False),
+        ("0.28.1", ">=0.24,<0.29", False),
+        ("0.28.0.1", ">=0.24,<0.29", False),
+        ("0.28.1.post1+cu129", ">=0.24,<0.29", False),
         # builds that are no release
         ("0.11.0rc2", ">=0.11,<0.11.1", False),
         ("0.17.0rc1.dev3", ">=0.17,<0.24", False),  # sorts before 0.17.0, but is nearer to it than to 0.16
@@ -429,6 +482,8 @@ def test_row(good: Matrix, vllm: str, row: str, exact: bool) -> None:
         ("0.3.0", "0.3", True),
         ("0.4.0", "0.4", True),
         ("0.4.0.1", "0.4", True),
+        ("0.4.0.1.post1", "0.4", True),
+        ("0.4.1", "0.4", False),
         ("0.4.1.dev3+gabc", "0.4", False),
         ("0.5.0", "0.5+", True),
         ("0.5.0rc1", "0.5+", False),
@@ -450,6 +505,8 @@ def test_reasons(good: Matrix) -> None:
     tail = "; speculators 0.4.0 is in the line 0.4 (>=0.4,<0.5)"
     assert reason("0.16.0+cu129") == "vLLM 0.16.0+cu129 is in the row >=0.11.1,<0.17" + tail
     assert reason("0.30.0") == "vLLM 0.30.0 is newer than every row; the nearest is >=0.24,<0.29" + tail
+    later = "vLLM 0.16.1 is in the range of the row >=0.11.1,<0.17, but none of the releases that it lists"
+    assert reason("0.16.1") == later + tail
     built = "vLLM 0.17.0rc1 is a build before the release 0.17.0; the nearest row is >=0.17,<0.24"
     assert reason("0.17.0rc1") == built + tail
 
@@ -470,12 +527,35 @@ def test_older_than_everything_is_refused(good: Matrix, vllm: str, speculators: 
     assert "or newer" in caught.value.expected
 
 
+def test_exception_of_one_release(tmp_path: Path) -> None:
+    note = "status: structural, adapters: engine, note: only read"
+    said = "except: {0.12.0: {status: unsupported, why: a, mend: b}, 0.16.0: {status: untested, note: c}}"
+    matrix = load(tmp_path, edited(note, f"{note}, {said}"))
+
+    def cell(vllm: str) -> tuple[str, tuple[str, ...], str | None, str | None]:
+        found = matrix.select(Version(vllm), Version("0.4.0")).cell
+        return found.status, found.adapters, found.adapter_set, found.note
+
+    assert cell("0.11.1") == ("structural", ("alpha", "gamma"), "engine", "only read")
+    assert cell("0.12.0") == cell("0.12.0.post1+cpu") == ("unsupported", (), None, None)
+    assert cell("0.16.0") == ("untested", ("alpha", "gamma"), "engine", "c")
+    assert cell("0.16.1") == cell("0.11.1")
+    assert matrix.select(Version("0.12.0"), Version("0.3.0")).cell.status == "untested"
+
+
+@pytest.mark.parametrize("vllm", ["0.11.3", "0.16.1", "0.28.1", "0.33.1", "0.34.0", "0.26.1rc1.dev657+g793ca6998.cu129"])
+def test_what_nobody_has_run_is_not_exact(vllm: str) -> None:
+    assert not load_matrix().select(Version(vllm), Version("0.4.0.1")).exact
+
+
 def test_every_released_vllm_is_in_a_row_of_the_shipped_matrix() -> None:
     shipped = load_matrix()
     released = (
-        "0.11.0 0.11.1 0.11.2 0.12.0 0.13.0 0.14.1 0.15.1 0.16.0 0.17.1 0.18.1 0.19.1 0.20.2 0.21.0 0.22.1"
+        "0.11.0 0.11.1 0.11.2 0.12.0 0.13.0 0.14.0 0.14.1 0.15.0 0.15.1 0.16.0 0.17.0 0.17.1 0.18.0 0.18.1 0.19.0"
+        " 0.19.1 0.20.0 0.20.1 0.20.2 0.21.0 0.22.0 0.22.1 0.23.0 0.24.0 0.25.0 0.25.1 0.26.0 0.27.0 0.27.1 0.28.0"
+        " 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0"
     )
-    released += " 0.23.0 0.24.0 0.25.1 0.26.0 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0"
+    assert [str(v) for row in shipped.rows for v in row.releases] == released.split()
     for vllm in released.split():
         for speculators in ("0.3.0", "0.4.0", "0.4.0.1"):
             chosen = shipped.select(Version(vllm), Version(speculators))

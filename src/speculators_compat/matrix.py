@@ -9,7 +9,7 @@ import difflib
 import itertools
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ SCHEMA = 1
 STATUSES = ("verified", "structural", "unsupported", "untested")
 
 _TOP_KEYS = ("schema", "lineages", "adapter_sets", "rows")
-_LINEAGE_KEYS = ("speculators", "note")
-_CELL_KEYS = ("status", "adapters", "evidence", "note", "why", "mend")
+_LINEAGE_KEYS = ("speculators", "releases", "note")
+_CELL_KEYS = ("status", "adapters", "evidence", "note", "why", "mend", "except")
+_EXCEPT_KEYS = ("status", "evidence", "note", "why", "mend")
 _RANGE = re.compile(r"\s*>=\s*([^,<>=!~\s]+)\s*,\s*<\s*([^,<>=!~\s]+)\s*")
+_RELEASES_MEND = "write them in full, oldest first, for example [0.12.0, 0.13.0]"
 _RANGE_MEND = 'write ">=A,<B" in quotes, with A and B as plain releases, for example ">=0.12,<0.16"'
 
 
@@ -41,6 +43,7 @@ class Cell:
         note: anything a reader should know.
         why: what is in the way, when unsupported.
         mend: what to do instead, when unsupported.
+        exceptions: the cells of single releases in the range that differ.
     """
 
     status: str
@@ -50,27 +53,42 @@ class Cell:
     note: str | None
     why: str | None
     mend: str | None
+    exceptions: dict[Version, Cell] = field(default_factory=dict)
+
+    def for_release(self, release: Version) -> Cell:
+        """What is said of one release: its exception, or else this cell."""
+        return self.exceptions.get(Version(release.base_version), self)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One vLLM range ``lower <= version < upper`` with a cell for each line of speculators."""
+    """One vLLM range ``lower <= version < upper`` with a cell for each line of speculators.
+
+    Attributes:
+        releases: the releases that the row speaks for, oldest first; others in the range only resemble them.
+    """
 
     vllm: str
     lower: Version
     upper: Version
     cells: dict[str, Cell]
+    releases: tuple[Version, ...]
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """One release line of speculators, ``lower <= version < upper``."""
+    """One release line of speculators, ``lower <= version < upper``.
+
+    Attributes:
+        releases: the releases that the line speaks for, oldest first; ``None`` for all in the range.
+    """
 
     name: str
     speculators: str
     lower: Version
     upper: Version
     note: str | None = None
+    releases: tuple[Version, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +98,7 @@ class Selection:
     Attributes:
         row: the row.
         lineage: name of the speculators line.
-        cell: the row's cell for that line.
+        cell: the row's cell for that line, or what it says of this release in particular.
         exact: whether both versions are releases that the matrix lists, not merely near to some.
         reason: how the choice was made, in words.
     """
@@ -104,26 +122,34 @@ class Matrix:
         """Choose the cell for two installed versions.
 
         A version counts as the release it is a build of: post-releases and local builds exactly, pre-releases
-        and development builds as the nearest thing to it. Newer versions take the last row.
+        and development builds as the nearest thing to it. Newer versions take the last row, and releases that
+        the row does not list take the row whose range holds them.
 
         Raises:
             CompatError: SC203 for a version older than everything listed.
         """
         row, row_exact, row_reason = _nearest(
-            "vLLM", "row", vllm, [(r, r.vllm, r.lower, r.upper) for r in self.rows]
+            "vLLM", "row", vllm, [(r, r.vllm, r.lower, r.upper, r.releases) for r in self.rows]
         )
         line, line_exact, line_reason = _nearest(
             "speculators",
             "line",
             speculators,
-            [(x, f"{x.name} ({x.speculators})", x.lower, x.upper) for x in self.lineages.values()],
+            [
+                (x, f"{x.name} ({x.speculators})", x.lower, x.upper, x.releases)
+                for x in self.lineages.values()
+            ],
         )
         exact = row_exact and line_exact
-        return Selection(row, line.name, row.cells[line.name], exact, f"{row_reason}; {line_reason}")
+        cell = row.cells[line.name].for_release(vllm)
+        return Selection(row, line.name, cell, exact, f"{row_reason}; {line_reason}")
 
 
 def _nearest(
-    what: str, kind: str, version: Version, ranges: Sequence[tuple[Any, str, Version, Version]]
+    what: str,
+    kind: str,
+    version: Version,
+    ranges: Sequence[tuple[Any, str, Version, Version, tuple[Version, ...] | None]],
 ) -> tuple[Any, bool, str]:
     """The range that holds ``version`` or is nearest to it; whether that is exact; why, in words."""
     # 0.17.0rc1 sorts before 0.17.0, but its code is that of 0.17: compare what it is going to be.
@@ -139,12 +165,18 @@ def _nearest(
         )
     if base >= last[3]:
         return last[0], False, f"{what} {version} is newer than every {kind}; the nearest is {last[1]}"
-    value, text, _, _ = next(entry for entry in ranges if entry[2] <= base < entry[3])
+    value, text, _, _, releases = next(entry for entry in ranges if entry[2] <= base < entry[3])
     if version.is_prerelease:
         return (
             value,
             False,
             f"{what} {version} is a build before the release {base}; the nearest {kind} is {text}",
+        )
+    if releases is not None and base not in releases:
+        return (
+            value,
+            False,
+            f"{what} {version} is in the range of the {kind} {text}, but none of the releases that it lists",
         )
     return value, True, f"{what} {version} is in the {kind} {text}"
 
@@ -217,6 +249,50 @@ class _Problems:
             self.add(path, where, f"{_show(value)} holds no version", "put the smaller version first")
             return None
         return lower, upper
+
+    def releases(
+        self,
+        value: object,
+        bounds: tuple[Version, Version] | None,
+        path: tuple[object, ...],
+        where: str,
+    ) -> tuple[Version, ...]:
+        """The versions of a list of releases, each a plain one within ``bounds``, in ascending order."""
+        if not isinstance(value, list) or not value:
+            self.add(path, where, f"is {_kind(value)} without entries", _RELEASES_MEND)
+            return ()
+        found: list[Version] = []
+        for number, entry in enumerate(value):
+            at = (*path, number)
+            version = self.release(entry, bounds, at, where)
+            if version is None:
+                continue
+            if found and version == found[-1]:
+                self.add(at, where, f"names {version} twice", "delete one of the two")
+            elif found and version < found[-1]:
+                self.add(at, where, f"{version} comes after {found[-1]}", _RELEASES_MEND)
+            found.append(version)
+        return tuple(found)
+
+    def release(
+        self,
+        value: object,
+        bounds: tuple[Version, Version] | None,
+        path: tuple[object, ...],
+        where: str,
+    ) -> Version | None:
+        """One plain release within ``bounds``."""
+        try:
+            version = Version(value) if isinstance(value, str) else None
+        except InvalidVersion:
+            version = None
+        if version is None or str(version) != version.base_version:
+            self.add(path, where, f"{_show(value)} is not a plain release", _RELEASES_MEND)
+            return None
+        if bounds and not bounds[0] <= version < bounds[1]:
+            mend = f"it must be from {bounds[0]} on and below {bounds[1]}: list it where it belongs"
+            self.add(path, where, f"{version} is not in the range", mend)
+        return version
 
     def contiguous(
         self, ranges: Sequence[tuple[Version, Version, str, tuple[object, ...]]], what: str
@@ -369,8 +445,12 @@ def _lineages(value: object, there: bool, problems: _Problems) -> dict[str, Line
         if "speculators" in entry:
             spec = entry["speculators"]
             bounds = problems.versions(spec, (*path, "speculators"), f"{where}.speculators")
+            listed = None
+            if "releases" in entry:
+                at = (*path, "releases")
+                listed = problems.releases(entry["releases"], bounds, at, f"{where}.releases")
             if bounds:
-                found.append(Lineage(str(name), spec, *bounds, note))
+                found.append(Lineage(str(name), spec, *bounds, note, listed))
     found.sort(key=lambda line: line.lower)
     ranges = [(x.lower, x.upper, f"lineages.{x.name}", ("lineages", x.name)) for x in found]
     problems.contiguous(ranges, "speculators")
@@ -431,15 +511,20 @@ def _rows(
             continue
         spec = entry.get("vllm")
         where = f"row {spec}" if isinstance(spec, str) else f"row {number + 1}"
-        problems.keys(entry, ("vllm", *lines), ("vllm", *lines), path, f"{where}, ")
+        known = ("vllm", "releases", *lines)
+        problems.keys(entry, known, known, path, f"{where}, ")
         bounds = problems.versions(spec, (*path, "vllm"), f"{where}, vllm") if "vllm" in entry else None
+        releases: tuple[Version, ...] = ()
+        if "releases" in entry:
+            at = (*path, "releases")
+            releases = problems.releases(entry["releases"], bounds, at, f"{where}, releases")
         cells = {
-            line: _cell(entry[line], problems, (*path, line), f"{where}, {line}", names, sets)
+            line: _cell(entry[line], problems, (*path, line), f"{where}, {line}", names, sets, releases)
             for line in lines
             if line in entry
         }
         if bounds and isinstance(spec, str):
-            rows.append(Row(spec, *bounds, cells))
+            rows.append(Row(spec, *bounds, cells, releases))
             ranges.append((*bounds, where, (*path, "vllm")))
     problems.contiguous(sorted(ranges, key=lambda entry: entry[0]), "vLLM")
     return rows
@@ -452,6 +537,7 @@ def _cell(
     where: str,
     set_names: Sequence[str],
     sets: dict[str, tuple[str, ...]],
+    releases: Sequence[Version],
 ) -> Cell:
     nothing = Cell("untested", (), None, None, None, None, None)
     if not isinstance(value, dict):
@@ -463,7 +549,7 @@ def _cell(
     if "status" in value and status not in STATUSES:
         mend = f"{_did_you_mean(str(status), STATUSES)}the statuses are {', '.join(STATUSES)}"
         problems.add((*path, "status"), f"{where}.status", f"{_show(status)} is no status", mend)
-    evidence, note, why, mend_text = (problems.text(value, key, path, where) for key in _CELL_KEYS[2:])
+    evidence, note, why, mend_text = (problems.text(value, key, path, where) for key in _CELL_KEYS[2:6])
     name = problems.text(value, "adapters", path, where)
     if name is not None and name not in set_names:
         mend = f"{_did_you_mean(name, set_names)}the sets are {', '.join(set_names)}"
@@ -493,4 +579,42 @@ def _cell(
         if status == "verified" and "evidence" not in value:
             mend = "name the file that proves it, or set status: untested"
             problems.add(path, f"{where}.evidence", "is missing for a verified cell", mend)
-    return Cell(str(status), sets.get(name or "", ()), name, evidence, note, why, mend_text)
+    cell = Cell(str(status), sets.get(name or "", ()), name, evidence, note, why, mend_text)
+    if "except" not in value:
+        return cell
+    return replace(
+        cell, exceptions=_exceptions(value, problems, path, f"{where}.except", set_names, sets, releases)
+    )
+
+
+def _exceptions(
+    value: dict[object, object],
+    problems: _Problems,
+    path: tuple[object, ...],
+    where: str,
+    set_names: Sequence[str],
+    sets: dict[str, tuple[str, ...]],
+    releases: Sequence[Version],
+) -> dict[Version, Cell]:
+    """The cells of single releases: they have the adapters of the cell that they stand in."""
+    entries = value["except"]
+    path = (*path, "except")
+    if not isinstance(entries, dict) or not entries:
+        problems.add(path, where, f"is {_kind(entries)} without entries", "write {0.18.1: {status: ...}}")
+        return {}
+    found: dict[Version, Cell] = {}
+    for name, entry in entries.items():
+        at, place = (*path, name), f"{where}.{name}"
+        version = problems.release(name, None, at, place)
+        if version is not None and releases and version not in releases:
+            problems.add(at, place, "is none of the row's releases", "add it to releases, or delete it here")
+        if isinstance(entry, dict):
+            problems.keys(entry, _EXCEPT_KEYS, (), at, f"{place}.")
+            kept = {key: part for key, part in entry.items() if key in _EXCEPT_KEYS}
+            if entry.get("status") != "unsupported" and "adapters" in value:
+                kept["adapters"] = value["adapters"]
+            entry = kept
+        cell = _cell(entry, problems, at, place, set_names, sets, releases)
+        if version is not None:
+            found[version] = cell
+    return found
