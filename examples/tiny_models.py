@@ -78,6 +78,15 @@ def build_llama(folder: str | os.PathLike[str], *, num_layers: int = 6, seed: in
     return _write(folder, config, _draw(_llama_shapes(config), seed))
 
 
+def build_mistral(folder: str | os.PathLike[str], *, num_layers: int = 6, seed: int = 0) -> Path:
+    """Write a MistralForCausalLM with a sliding window of 32 tokens, otherwise as `build_llama`."""
+    path = build_llama(folder, num_layers=num_layers, seed=seed)
+    config = json.loads((path / "config.json").read_text())
+    config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 32}
+    _write_json(path / "config.json", config)
+    return path
+
+
 def build_deepseek_v3(
     folder: str | os.PathLike[str], *, num_layers: int = 5, seed: int = 0
 ) -> Path:
@@ -167,6 +176,7 @@ def build_kimi_k25(folder: str | os.PathLike[str], *, num_layers: int = 5, seed:
 
 KINDS: dict[str, Callable[..., Path]] = {
     "llama": build_llama,
+    "mistral": build_mistral,
     "deepseek_v3": build_deepseek_v3,
     "kimi_k25": build_kimi_k25,
 }
