@@ -1,21 +1,12 @@
-"""What runs inside vLLM's workers: the entry point vLLM calls, and the extension of its worker class."""
+"""What runs inside vLLM's workers: the extension of its worker class."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-from .activation import MARKER, activate
 from .errors import CompatError
-from .settings import switched_off
 
 EXTENSION = "speculators_compat.worker.HiddenStatesExtension"
-
-
-def load_in_worker() -> None:
-    """Entry point in ``vllm.general_plugins``: activates where the parent process did, else does nothing."""
-    if os.environ.get(MARKER) and not switched_off():
-        activate()
 
 
 def num_layers(model_config: Any) -> int:

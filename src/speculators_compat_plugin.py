@@ -1,0 +1,18 @@
+"""What vLLM calls in every process that it starts, by the entry point in ``vllm.general_plugins``.
+
+A module beside the package, because importing the package activates it: in an environment where the plugin is merely
+installed, vLLM's processes must stay as they are.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+def load() -> None:
+    """Activate where the parent process did, else do nothing."""
+    if os.environ.get("SPECULATORS_COMPAT_ACTIVE"):  # activation.MARKER
+        import speculators_compat
+
+        if not speculators_compat.switched_off():
+            speculators_compat.activate()
