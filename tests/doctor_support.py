@@ -60,13 +60,16 @@ def fake_vllm(folder: Path) -> Path:
         folder / "vllm",
         {
             "__init__.py": "raise RuntimeError('imported')",
-            "envs.py": 'environment_variables = {"VLLM_USE_V1": 1, "VLLM_ATTENTION_BACKEND": 2, "VLLM_PLUGINS": 3}',
-            "transformers_utils/config.py": '_CONFIG_REGISTRY = LazyConfigDict(\n    kimi_k25="KimiK25Config",\n)\n',
+            "envs.py": 'names = {"VLLM_USE_V1": 1, "VLLM_ATTENTION_BACKEND": 2, "VLLM_PLUGINS": 3}',
+            "transformers_utils/config.py": '_CONFIG_REGISTRY = Lazy(\n    kimi_k25="KimiK25Config",\n)\n',
             f"{models}/registry.py": REGISTRY,
             f"{models}/llama.py": "class LlamaForCausalLM(Module, SupportsEagle3): ...",
-            f"{models}/mistral.py": "from .llama import LlamaForCausalLM\nclass MistralForCausalLM(LlamaForCausalLM): ...",
+            f"{models}/mistral.py": (
+                "from .llama import LlamaForCausalLM as Llama\nclass MistralForCausalLM(Llama): ..."
+            ),
             f"{models}/plain.py": (
-                "class PlainForCausalLM(Module): ...\nclass KimiK25ForConditionalGeneration(PlainForCausalLM): ..."
+                "class PlainForCausalLM(Module): ...\nclass "
+                "KimiK25ForConditionalGeneration(PlainForCausalLM): ..."
             ),
             "models/far/__init__.py": "from .model import FarForCausalLM",
             "models/far/model.py": "class Base(SupportsEagle3): ...\nclass FarForCausalLM(Base): ...",
@@ -103,7 +106,9 @@ def make_model(folder: Path, config: Mapping[str, Any] | None = None, *, shards:
     (folder / "config.json").write_text(json.dumps({**LLAMA, **(config or {})}))
     vocab = {f"t{k}": k for k in range(200)}
     (folder / "tokenizer.json").write_text(
-        json.dumps({"model": {"type": "BPE", "vocab": vocab}, "added_tokens": [{"id": 200, "content": "<s>"}]})
+        json.dumps(
+            {"model": {"type": "BPE", "vocab": vocab}, "added_tokens": [{"id": 200, "content": "<s>"}]}
+        )
     )
     (folder / "tokenizer_config.json").write_text("{}")
     weight_map = {}

@@ -49,9 +49,26 @@ def test_all_checks_of_a_run(bench: Bench, job: list[str]) -> None:  # noqa: F81
     expected = {c.id for c in CHECKS.values() if c.area != "rehearsal"}
     assert set(by_id(data)) == expected
     assert set(by_id(data).values()) == {"ok", "skipped"}
-    fields = ["id", "title", "area", "name", "status", "found", "expected", "why", "mend", "seconds", "crashed"]
+    fields = [
+        "id",
+        "title",
+        "area",
+        "name",
+        "status",
+        "found",
+        "expected",
+        "why",
+        "mend",
+        "seconds",
+        "crashed",
+    ]
     assert all(list(c) == fields for c in data["checks"])
-    assert [a for a in dict.fromkeys(c["area"] for c in data["checks"])] == ["model", "memory", "data", "host"]
+    assert list(dict.fromkeys(c["area"] for c in data["checks"])) == [
+        "model",
+        "memory",
+        "data",
+        "host",
+    ]
 
 
 def test_what_is_printed(bench: Bench, job: list[str]) -> None:  # noqa: F811
@@ -59,7 +76,9 @@ def test_what_is_printed(bench: Bench, job: list[str]) -> None:  # noqa: F811
     assert (code, err, last_line(out)) == (0, "", "Verdict: ready (3 skipped)")
     for piece in ("Installed\n", "\nModel\n", "\nMemory\n", "\nData\n", "\nHost\n"):
         assert piece in out
-    assert re.search(r"^  ok       SC701  config: LlamaForCausalLM \(llama\), 8 layers, .* s$", out, re.MULTILINE)
+    assert re.search(
+        r"^  ok       SC701  config: LlamaForCausalLM \(llama\), 8 layers, .* s$", out, re.MULTILINE
+    )
     assert "Findings" not in out
     assert all(len(line) <= 80 and line == line.rstrip() for line in out.splitlines())
     assert "\x1b" not in out
@@ -134,9 +153,16 @@ def test_a_check_that_breaks(bench: Bench, job: list[str], monkeypatch: pytest.M
     monkeypatch.setitem(CHECKS, "SC702", base.Check(old.id, old.area, old.name, broken, old.ids))
     data = bench.json(*job)
     (crashed,) = (c for c in data["checks"] if c["crashed"])
-    assert (crashed["id"], crashed["status"], data["exit_code"], data["verdict"]) == ("SC702", "failed", 4, "broken")
+    assert (crashed["id"], crashed["status"], data["exit_code"], data["verdict"]) == (
+        "SC702",
+        "failed",
+        4,
+        "broken",
+    )
     assert "ZeroDivisionError: on purpose" in crashed["found"]
-    assert len(data["checks"]) == len([c for c in CHECKS.values() if c.area != "rehearsal"])  # the rest was made
+    assert len(data["checks"]) == len(
+        [c for c in CHECKS.values() if c.area != "rehearsal"]
+    )  # the rest was made
     code, out, err = bench.run(*job, "--debug")
     assert (code, last_line(out)) == (4, "Verdict: unknown, the check itself broke (SC702)")
     assert "Traceback" in err
@@ -225,8 +251,12 @@ def test_plain_check_loads_nothing_of_this(real_site: Path) -> None:  # noqa: F8
 
 def test_speed_of_the_plain_check(real_site: Path) -> None:  # noqa: F811
     """Processor time, because other processes may be busy too."""
-    script = f"import os, subprocess, sys\nsubprocess.run([sys.executable, '-m', 'speculators_compat.cli'], cwd={str(real_site)!r})\n"
-    script += "t = os.times()\nprint(t.children_user + t.children_system)\n"
+    script = (
+        "import os, subprocess, sys\n"
+        "subprocess.run([sys.executable, '-m', 'speculators_compat.cli'])\n"
+        "times = os.times()\n"
+        "print(times.children_user + times.children_system)\n"
+    )
     done = min(float(process(real_site, code=script).stdout.splitlines()[-1]) for _ in range(3))
     assert done < 0.5
 

@@ -1,4 +1,6 @@
-"""compat-check --data and --output-dir: for each id a bad input and a good one; and how large files are read."""
+"""compat-check --data and --output-dir: for each id a bad input and a good one; and how large files are
+read.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ def test_bad_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: Any, wo
         assert result.outcome.mend.startswith("sed -n 21p ")
 
 
-@pytest.mark.parametrize("content", ["", "\n\n", '[{"input_ids": [1]}]\n', "hello\nworld\n", '{"text": "x"}\n'])
+@pytest.mark.parametrize(
+    "content", ["", "\n\n", '[{"input_ids": [1]}]\n', "hello\nworld\n", '{"text": "x"}\n']
+)
 def test_no_usable_line(tmp_path: Path, content: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(content)
@@ -249,7 +253,10 @@ def test_file_system() -> None:
 def earlier(folder: Path, **settings: Any) -> Path:
     folder.mkdir()
     (folder / "data_0.pt").write_bytes(b"x")
-    content = {"settings": {"max_seq_len": 2048, "layer_ids": [1, 2], "dtype": "auto", **settings}, "complete": False}
+    content = {
+        "settings": {"max_seq_len": 2048, "layer_ids": [1, 2], "dtype": "auto", **settings},
+        "complete": False,
+    }
     (folder / dataio.MANIFEST).write_text(json.dumps(content))
     return folder
 
@@ -259,7 +266,9 @@ def test_resumable(tmp_path: Path) -> None:
     assert run("SC727", output_dir=tmp_path / "new").status == "ok"
     assert "no samples" in run("SC727", output_dir=tmp_path).outcome.found
     out = earlier(tmp_path / "out")
-    assert "1 samples, 1 bytes: can be resumed" in run("SC727", output_dir=out, layer_ids=(1, 2)).outcome.found
+    assert (
+        "1 samples, 1 bytes: can be resumed" in run("SC727", output_dir=out, layer_ids=(1, 2)).outcome.found
+    )
 
 
 @pytest.mark.parametrize(
@@ -297,7 +306,9 @@ def test_folder_in_use(tmp_path: Path) -> None:
         os._exit(0)
     try:
         end = time.monotonic() + 10
-        while (result := run("SC727", output_dir=out, layer_ids=(1, 2))).status == "ok" and time.monotonic() < end:
+        while (
+            result := run("SC727", output_dir=out, layer_ids=(1, 2))
+        ).status == "ok" and time.monotonic() < end:
             time.sleep(0.05)
         assert (result.status, "another run is writing" in result.outcome.found) == ("failed", True)
     finally:
@@ -356,7 +367,12 @@ def test_what_the_run_skips_is_what_the_check_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int
 ) -> None:
     monkeypatch.setattr(scan, "SMALL", small)
-    records = ['{"input_ids": [1], "x": NaN}', '{"input_ids":[1,2],"loss_mask":[1,0]}', "\ufeff{}", '{"input_ids": [1e2]}']
+    records = [
+        '{"input_ids": [1], "x": NaN}',
+        '{"input_ids":[1,2],"loss_mask":[1,0]}',
+        "\ufeff{}",
+        '{"input_ids": [1e2]}',
+    ]
     path = lines(tmp_path / "d.jsonl", [*records, record(3), '{"input_ids": [1,2],\t"loss_mask": [0,\n'])
     read = list(dataio.read_samples(path, vocab_size=256))
     found = scan.scan(str(path), vocab_size=256, max_seq_len=100)

@@ -52,7 +52,9 @@ def test_shm_missing_or_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def limits(monkeypatch: pytest.MonkeyPatch, **soft: int) -> None:
     real = resource.getrlimit
     wanted = {getattr(resource, name): value for name, value in soft.items()}
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (wanted[kind], 65536) if kind in wanted else real(kind))
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda kind: (wanted[kind], 65536) if kind in wanted else real(kind)
+    )
 
 
 def test_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,7 +185,8 @@ def test_a_tool_without_an_answer(
 def test_what_the_tool_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = (
         'case "$1" in\n'
-        "*compute-apps*) printf 'GPU-b, 1, 70000\\nGPU-z, 7, 5\\nGPU-a, 99999999, 900\\nGPU-a, 5, [N/A]\\n';;\n"
+        "*compute-apps*) printf 'GPU-b, 1, 70000\\nGPU-z, 7, 5\\nGPU-a, 99999999, 900\\nGPU-a, 5, "
+        "[N/A]\\n';;\n"
         "*) printf '0, GPU-a, NVIDIA A, 81920, 81000\\n1, GPU-b, NVIDIA A, 81920, 11920\\n';;\nesac\n"
     )
     fake_smi(tmp_path, monkeypatch, script)
@@ -284,7 +285,11 @@ def test_shared_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("free", "status", "words"),
-    [(3, "warning", "SC504"), (0.06, "warning", "slower"), (0.3, "failed", "first batch would end with SC504")],
+    [
+        (3, "warning", "SC504"),
+        (0.06, "warning", "slower"),
+        (0.3, "failed", "first batch would end with SC504"),
+    ],
 )
 def test_too_little_shared_memory(
     monkeypatch: pytest.MonkeyPatch, free: float, status: str, words: str
@@ -325,7 +330,9 @@ def test_length(model: Path, tmp_path: Path) -> None:
     assert run("SC717", model=KIMI, max_seq_len=200_000).status == "ok"
     scaled = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
     assert run("SC717", model=make_model(tmp_path / "s", scaled), max_seq_len=8000).status == "ok"
-    assert run("SC717", model=make_model(tmp_path / "n", {"max_position_embeddings": None})).status == "skipped"
+    assert (
+        run("SC717", model=make_model(tmp_path / "n", {"max_position_embeddings": None})).status == "skipped"
+    )
 
 
 def test_all_of_them_are_skipped_without_a_config(tmp_path: Path) -> None:

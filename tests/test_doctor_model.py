@@ -167,7 +167,13 @@ def test_config_denied(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_nested_configs(wrap: Any) -> None:
     facts = ModelFacts({"architectures": ["X"], **wrap(LLAMA)})
-    assert (facts.layers, facts.hidden_size, facts.heads, facts.kv_heads, facts.vocab_size) == (8, 64, 8, 4, 256)
+    assert (facts.layers, facts.hidden_size, facts.heads, facts.kv_heads, facts.vocab_size) == (
+        8,
+        64,
+        8,
+        4,
+        256,
+    )
     assert facts.is_multimodal
 
 
@@ -180,7 +186,9 @@ def test_traits() -> None:
     assert ModelFacts(quantized).traits == ["quantized (awq, 4-bit)"]
     gpt2 = ModelFacts({"architectures": ["GPT2LMHeadModel"], "n_layer": 12, "n_embd": 768, "n_head": 12})
     assert (gpt2.layers, gpt2.hidden_size, gpt2.kv_heads, gpt2.layer_path) == (12, 768, 12, "transformer.h")
-    assert ModelFacts(json.loads((KIMI / "config.json").read_text())).layer_path == "language_model.model.layers"
+    assert (
+        ModelFacts(json.loads((KIMI / "config.json").read_text())).layer_path == "language_model.model.layers"
+    )
 
 
 # --- SC702: the tokenizer ---
@@ -251,7 +259,9 @@ def test_shard_missing(model: Path) -> None:
     assert run("SC704", model=model).status == "skipped"
 
 
-@pytest.mark.parametrize("text", ['{"weight_map": {"a": "mod', "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
+@pytest.mark.parametrize(
+    "text", ['{"weight_map": {"a": "mod', "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}']
+)
 def test_index_damaged(model: Path, text: str) -> None:
     (model / "model.safetensors.index.json").write_text(text)
     assert run("SC703", model=model).status == "failed"
@@ -395,7 +405,11 @@ def test_architecture(model: Path, vllm: Path) -> None:
         ({"architectures": ["LamaForCausalLM"]}, "failed", "near it: LlamaForCausalLM"),
         ({"architectures": ["MotifForCausalLM"]}, "failed", "had until 0.10.2"),
         ({"architectures": ["EagleLlama"]}, "failed", "not among the 6"),
-        ({"architectures": ["New"], "auto_map": {"AutoModelForCausalLM": "m.New"}}, "warning", "code of its own"),
+        (
+            {"architectures": ["New"], "auto_map": {"AutoModelForCausalLM": "m.New"}},
+            "warning",
+            "code of its own",
+        ),
     ],
 )
 def test_architecture_unknown(tmp_path: Path, vllm: Path, config: Any, status: str, words: str) -> None:

@@ -1,4 +1,6 @@
-"""The rehearsal from the outside: the small copy, the process, and what its failures mean. No vLLM is needed."""
+"""The rehearsal from the outside: the small copy, the process, and what its failures mean. No vLLM is
+needed.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,10 @@ def test_what_is_small_divides(config: Any, tp: int) -> None:
     assert heads % tp == kv % tp == 0 or kv == 1
     assert heads % kv == 0
     assert small["intermediate_size"] % tp == 0
-    dim = config.get("head_dim") or {**LLAMA, **config}["hidden_size"] // {**LLAMA, **config}["num_attention_heads"]
+    dim = (
+        config.get("head_dim")
+        or {**LLAMA, **config}["hidden_size"] // {**LLAMA, **config}["num_attention_heads"]
+    )
     assert plan.hidden == small["hidden_size"] == heads * dim
     if "head_dim" in config:
         assert small["head_dim"] == dim
@@ -168,7 +173,9 @@ def test_a_process_that_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_process_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = child(tmp_path, monkeypatch, "json.dump({'stage': 'start'}, open(answer, 'w')); os.kill(os.getpid(), 9)")
+    answer = child(
+        tmp_path, monkeypatch, "json.dump({'stage': 'start'}, open(answer, 'w'))\nos.kill(os.getpid(), 9)"
+    )
     assert (answer["stage"], answer["error"]["text"]) == ("start", "the process died (status -9)")
     (tmp_path / "again").mkdir()
     answer = child(tmp_path / "again", monkeypatch, "sys.exit(3)")
@@ -177,7 +184,7 @@ def test_a_process_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_process_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearse, "PATIENCE", 1.0)
-    script = "json.dump({'stage': 'generate'}, open(answer, 'w'))\nif not os.fork(): time.sleep(300)\ntime.sleep(300)"
+    script = "json.dump({'stage': 'generate'}, open(answer, 'w'))\nos.fork()\ntime.sleep(300)"
     answer = child(tmp_path, monkeypatch, script)
     assert (answer["stage"], "still running" in answer["error"]["text"]) == ("generate", True)
 
@@ -191,9 +198,13 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delenv(settings.WITHOUT, raising=False)
     plan = shrink(LLAMA, tp=1, cpu=True)
 
-    def judge(stage: str, type: str, text: str, *, log: str = "", id: str | None = None, **more: Any) -> Outcome:
+    def judge(
+        stage: str, type: str, text: str, *, log: str = "", id: str | None = None, **more: Any
+    ) -> Outcome:
         error = {"type": type, "text": text, "id": id, "trace": ""}
-        adapters = more.get("adapters", {"scheduler_config": "applied", "engine": "applied", "generation": "applied"})
+        adapters = more.get(
+            "adapters", {"scheduler_config": "applied", "engine": "applied", "generation": "applied"}
+        )
         answer = {"stage": stage, "error": error, "seconds": {}, "adapters": adapters}
         return rehearse.judge(answer, rehearse.Job(plan, tmp_path, "4 of 8 layers", {}), log)
 
@@ -239,16 +250,28 @@ def test_success(tmp_path: Path) -> None:
     [
         ("SchedulerConfig is_encoder_decoder Field required", ("scheduler_config",), "scheduler_config"),
         ("SchedulerConfig is_encoder_decoder Field required", ("engine",), "engine"),
-        ("Scheduler.__init__() missing 1 required positional argument: 'block_size'", ("scheduler",), "scheduler"),
+        (
+            "Scheduler.__init__() missing 1 required positional argument: 'block_size'",
+            ("scheduler",),
+            "scheduler",
+        ),
         ("got an unexpected keyword argument 'kv_cache_specs'", ("kv_cache",), "kv_cache"),
         ("KV cache layout has not been resolved yet", ("kv_cache", "engine"), "kv_cache"),
         ("Request.__init__() got an unexpected keyword argument 'eos_token_id'", ("request",), "request"),
         ("name 'torch' is not defined", ("transformers_torch_name",), "transformers_torch_name"),
-        ("No module named 'transformers.modeling_attn_mask_utils'", ("transformers_mask_utils",), "transformers_mask_utils"),
+        (
+            "No module named 'transformers.modeling_attn_mask_utils'",
+            ("transformers_mask_utils",),
+            "transformers_mask_utils",
+        ),
         ("No module named 'vllm.utils.hashing'", ("hashing_module",), "hashing_module"),
         ("cannot import name 'x' from 'vllm.v1.core.kv_cache_utils'", ("kv_cache_names",), "kv_cache_names"),
         ("Found no NVIDIA driver on your system", ("device_memory",), "device_memory"),
-        ("'KimiK25ForConditionalGeneration' object has no attribute 'model'", ("layer_navigation",), "layer_navigation"),
+        (
+            "'KimiK25ForConditionalGeneration' object has no attribute 'model'",
+            ("layer_navigation",),
+            "layer_navigation",
+        ),
         ("adapter scheduler: f now takes x", ("scheduler",), "scheduler"),
         ("something else", ("scheduler",), None),
     ],
@@ -260,7 +283,10 @@ def test_the_adapter_concerned(
     assert rehearse.concerned([text], dict.fromkeys(adapters, "applied")) == adapter
     if adapter is not None:  # switched off, it is not among those of the run
         monkeypatch.setenv(settings.WITHOUT, adapter)
-        assert rehearse.concerned(["RuntimeError: Engine core failed", text], {"generation": "applied"}) == adapter
+        assert (
+            rehearse.concerned(["RuntimeError: Engine core failed", text], {"generation": "applied"})
+            == adapter
+        )
 
 
 def test_remedies(judged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,13 +301,19 @@ def test_remedies(judged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_happened_in_another_process(judged: Any) -> None:
-    log = "INFO start\n(EngineCore pid=5) ValueError: the real reason\nRuntimeError: Engine core initialization failed\n"
-    outcome = judged("start", "RuntimeError", "Engine core initialization failed. See root cause above.", log=log)
+    log = (
+        "INFO start\n(EngineCore pid=5) ValueError: the real reason\nRuntimeError: Engine core init failed\n"
+    )
+    outcome = judged(
+        "start", "RuntimeError", "Engine core initialization failed. See root cause above.", log=log
+    )
     assert "ValueError: the real reason (in a process of vLLM's)" in outcome.found
     outcome = judged("start", "", "the process died (status -4)", log="loading\nIllegal instruction\n")
     assert "the process died (status -4); last said: Illegal instruction" in outcome.found
 
 
 def test_an_error_of_this_package(judged: Any) -> None:
-    text = "[SC501] The decoder layers could not be found\n  found:    X with no fitting list\n  expected: one"
+    text = (
+        "[SC501] The decoder layers could not be found\n  found:    X with no fitting list\n  expected: one"
+    )
     assert "[SC501] X with no fitting list" in judged("start", "CompatError", text, id="SC501").found

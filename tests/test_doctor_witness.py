@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from typing import Any
 
@@ -83,7 +84,7 @@ def test_weights_are_the_same_everywhere_and_move_the_states(model: Any) -> None
         for one, other in zip(model.state_dict().values(), again.state_dict().values(), strict=True):
             assert torch.equal(one, other)
         states = model(torch.tensor([1, 2, 3]))
-    for one, other in zip(states, states[1:], strict=False):
+    for one, other in itertools.pairwise(states):
         assert rehearsal_child._error(one, other) > 0.2  # another layer's states would be noticed
         assert rehearsal_child._error(one, one) == 0
     assert rehearsal_child._error(states[0], states[0][:2]) == float("inf")

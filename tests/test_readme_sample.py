@@ -14,15 +14,16 @@ from doctor_support import KIMI, lines, tensors
 from vllm_env import ROOT, VllmEnv
 
 SAMPLE = ROOT / "docs" / "compat-check.txt"
-COMMAND = (
-    "compat-check --model Kimi-K2.5 --layer-ids 2 30 58 --data train.jsonl --output-dir states"
-)
+COMMAND = "compat-check --model Kimi-K2.5 --layer-ids 2 30 58 --data train.jsonl --output-dir states"
 
 
 def output(env: VllmEnv, folder: Path) -> str:
     """What the command prints for a download of Kimi-K2.5 that was cut short."""
     shutil.copytree(KIMI, folder / "Kimi-K2.5")
-    whole, cut = tensors({"language_model.model.norm.weight": [7168]}), tensors({"lm_head.weight": [64, 7168]})[:-4096]
+    whole, cut = (
+        tensors({"language_model.model.norm.weight": [7168]}),
+        tensors({"lm_head.weight": [64, 7168]})[:-4096],
+    )
     (folder / "Kimi-K2.5" / "model-00001-of-00002.safetensors").write_bytes(whole)
     (folder / "Kimi-K2.5" / "model-00002-of-00002.safetensors").write_bytes(cut)
     (folder / "Kimi-K2.5" / "model.safetensors.index.json").write_text(
@@ -49,7 +50,9 @@ def settled(text: str) -> str:
     text = re.sub(r" +\d+\.\d\d s$", "", text, flags=re.MULTILINE)
     text = re.sub(r"[\d.]+ (bytes|KiB|MiB|GiB|TiB)", "N", text)
     text = re.sub(r"(open files: limit) \w+", r"\1 N", text)
-    text = re.sub(r"; \d+ folders? of killed\s+runs, which the next\s+run removes", "", re.sub(r"\s+", " ", text))
+    text = re.sub(
+        r"; \d+ folders? of killed\s+runs, which the next\s+run removes", "", re.sub(r"\s+", " ", text)
+    )
     text = re.sub(r"(will be made, on) \w+", r"\1 DISK", text)
     text = text.replace(" (a limit of N for this container)", "")
     return re.sub(r"\s+", " ", text).strip()

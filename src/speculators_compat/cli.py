@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from . import support
     from .check import Finding, Report
     from .doctor import Options, Result
     from .matrix import Matrix
@@ -92,7 +93,7 @@ def _app() -> Any:
             typer.Option("--explain", metavar="ID", help="Explain an error id or an adapter, then exit."),
         ] = None,
         list_: Annotated[
-            bool, typer.Option("--list", help="Print the matrix as a table, then exit.")
+            bool, typer.Option("--list", help="Print what is supported, then exit.")
         ] = False,
         strict: Annotated[
             bool, typer.Option("--strict", help="Count an untested combination as a failure.")
@@ -477,40 +478,54 @@ def _verdict(report: "Report") -> tuple[str, str]:
 
 
 def _list(as_json: bool) -> int:
+    from . import support
     from .matrix import load_matrix
 
-    matrix = load_matrix()
+    matrix, proofs = load_matrix(), support.load_support()
     if as_json:
-        _print_json(_matrix_json(matrix))
+        _print_json(_matrix_json(matrix, proofs))
         return _READY
     console = _console()
-    names = list(matrix.lineages)
-    rows: list[tuple[tuple[str, str | None], ...]] = [
-        (("vLLM", "bold"), *((f"speculators {name}", "bold") for name in names))
+    lines, heads = support.table(matrix, proofs), support.columns(matrix.lineages.values())
+    known = [release for row in matrix.rows for release in row.releases]
+    titles = ("vLLM", "speculators", "status", "way", "error", "date")
+    rows: list[tuple[tuple[str, str | None], ...]] = [tuple((title, "bold") for title in titles)]
+
+    def add(vllm: str, columns: Sequence["support.Column"], one: "support.Entry") -> None:
+        names = "-".join(dict.fromkeys((columns[0].name, columns[-1].name)))
+        error = "" if one.error is None else f"{one.error:.1e}"
+        oldest = one.dates[0] if one.dates else ""
+        label = (support.LABELS[one.status], _STYLES.get(one.status))
+        rows.append(((vllm, None), (names, None), label, (one.way, None), (error, None), (oldest, None)))
+
+    everywhere = [
+        n for n in range(len(heads)) if all(line.entries[n].status == "unsupported" for line in lines)
     ]
-    for row in matrix.rows:
-        cells = [row.cells[name] for name in names]
-        texts = [f"{c.status}, {c.adapter_set}" if c.adapter_set else c.status for c in cells]
-        rows.append(
-            ((row.vllm, None), *((t, _STYLES.get(c.status)) for t, c in zip(texts, cells, strict=True)))
-        )
+    for line in lines:
+        for columns, one in support.side_by_side(line, heads):
+            shown = [column for column in columns if heads.index(column) not in everywhere]
+            if shown:
+                add(support.spans(line.releases, known, "-"), shown, one)
+    for n in everywhere:
+        add("all", [heads[n]], lines[0].entries[n])
     _rows(console, rows)
-    notes: dict[str, list[str]] = {}
-    for row in matrix.rows:
-        for name in names:
-            cell = row.cells[name]
-            texts = [cell.note or "", cell.why or "", f"mend: {cell.mend}" if cell.mend else ""]
-            text = "; ".join(filter(None, texts))
-            if text:
-                notes.setdefault(f"speculators {name}: {text}", []).append(row.vllm)
-    for text, ranges in notes.items():
-        where = "every vLLM" if len(ranges) == len(matrix.rows) else "vLLM " + " and ".join(ranges)
+    for text, releases in support.notes(matrix, proofs).items():
+        where = "every vLLM" if len(releases) == len(known) else f"vLLM {support.spans(releases, known)}"
         print()
         _rows(console, [((f"{where}, {text}", None),)])
     return _READY
 
 
-def _matrix_json(matrix: "Matrix") -> dict[str, Any]:
+def _matrix_json(matrix: "Matrix", proofs: "support.Proofs") -> dict[str, Any]:
+    from . import support
+
+    heads = support.columns(matrix.lineages.values())
+    shown = [
+        (row, release, column, support.entry(row, release, column, proofs))
+        for row in matrix.rows
+        for release in row.releases
+        for column in heads
+    ]
     return {
         "schema": 1,
         "lineages": {name: line.speculators for name, line in matrix.lineages.items()},
@@ -518,6 +533,7 @@ def _matrix_json(matrix: "Matrix") -> dict[str, Any]:
         "rows": [
             {
                 "vllm": row.vllm,
+                "releases": [str(release) for release in row.releases],
                 "cells": {
                     name: {
                         "status": cell.status,
@@ -531,6 +547,17 @@ def _matrix_json(matrix: "Matrix") -> dict[str, Any]:
                 },
             }
             for row in matrix.rows
+        ],
+        "support": [
+            {
+                "vllm": str(release),
+                "speculators": column.name,
+                "status": one.status,
+                "adapter_set": one.way or None,
+                "date": one.date or None,
+                "error": one.error,
+            }
+            for row, release, column, one in shown
         ],
     }
 

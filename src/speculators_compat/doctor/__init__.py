@@ -1,4 +1,4 @@
-"""What can be known about a run before the model is loaded: files, sizes, memory, data, host, and a rehearsal.
+"""What can be known about a run before the model is loaded, and a rehearsal of it.
 
 Nothing here imports torch or vLLM; the rehearsal does, in processes of its own. Checks are in :mod:`.model`,
 :mod:`.memory`, :mod:`.data`, :mod:`.host` and :mod:`.rehearse`, one function each.

@@ -1,7 +1,8 @@
 """What a check of the run is, and how checks are run.
 
-A check is a function with a stable id. It gets the :class:`~speculators_compat.doctor.context.Context` and returns one
-:class:`Outcome`. What it cannot know it skips, with the reason; what it raises becomes its outcome.
+A check is a function with a stable id. It gets the :class:`~speculators_compat.doctor.context.Context` and
+returns one :class:`Outcome`. What it cannot know it skips, with the reason; what it raises becomes its
+outcome.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Outcome:
     Attributes:
         status: ``ok``, ``warning``, ``failed`` or ``skipped``.
         found: what is there, or why the check was skipped.
-        expected, why, mend: what should be there, what follows from it, the command that mends it; for warnings and
-            failures.
+        expected, why, mend: what should be there, what follows from it, the command that mends it; for
+            warnings and failures.
         id: the id, where it is another than the check's own (a rehearsal's stages have one each).
     """
 

@@ -357,7 +357,7 @@ class Context:
 
 
 def hub_snapshot(model: str) -> Path | None:
-    """The folder of a hub model in the local cache: ``models--ORG--NAME/snapshots/REVISION``, full of links."""
+    """The folder of a hub model in the local cache, ``models--ORG--NAME/snapshots/REVISION``."""
     if model.startswith(("/", ".", "~")) or model.count("/") != 1:
         return None
     home = os.environ.get("HF_HUB_CACHE") or os.path.join(

@@ -381,7 +381,7 @@ def resumable(context: Context) -> Outcome:
 
 
 def _differences(context: Context, old: dict[str, object]) -> list[str]:
-    """Where the manifest and the options disagree, as far as it can be seen without reading the data again."""
+    """Where manifest and options disagree, as far as can be seen without reading the data again."""
     options = context.options
     now: dict[str, object] = {"max_seq_len": options.max_seq_len}
     if options.layer_ids is not None:
@@ -399,8 +399,8 @@ def _differences(context: Context, old: dict[str, object]) -> list[str]:
         if model.get("path") not in (None, path):
             found.append(f"model {model.get('path')} then")
     if options.data is not None and isinstance(data, dict) and os.path.isfile(options.data):
-        if data.get("bytes") not in (None, os.path.getsize(options.data)):
-            found.append(f"data of {data.get('bytes')} bytes then, {os.path.getsize(options.data)} now")
+        then, here = data.get("bytes"), os.path.getsize(options.data)
+        found += [f"data of {then} bytes then, {here} now"] if then not in (None, here) else []
     return found
 
 

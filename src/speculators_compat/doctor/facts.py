@@ -253,7 +253,7 @@ class ModelFacts:
 
     @property
     def layer_path(self) -> str | None:
-        """Where the decoder layers are expected in vLLM's module; ``None`` where that is seen only after the load."""
+        """Where the decoder layers are expected in vLLM's module; the loaded model decides."""
         if self.architecture in _PATHS:
             return _PATHS[self.architecture]
         if "thinker_config" in self.config:

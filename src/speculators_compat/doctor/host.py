@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import resource
 import shutil
 
@@ -12,75 +11,16 @@ from ..handover import PREFIX, SHARED_MEMORY
 from .base import Outcome, Unavailable, check, failed, ok, warning
 from .context import Context, size
 from .memory import cgroup_limit, mem_available
+from .nccl import VARIABLES
 
 #: Below this vLLM's own queues and a small batch do not fit; docker gives 64 MiB unless told otherwise.
 _SHM_LEAST = 2**30
 _LAUNCHER = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "MASTER_ADDR",
-    "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "PMI_RANK", "PMI_SIZE", "PMIX_RANK",
-    "ACCELERATE_USE_DEEPSPEED",
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "NODE_RANK",
+    "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
+    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "PMI_RANK", "PMI_SIZE",
+    "PMIX_RANK", "ACCELERATE_USE_DEEPSPEED",
 )  # fmt: skip
-_SIZE = re.compile(r"-?\d+[kKmMgG]?")
-_LEVEL = re.compile(r"LOC|NVL|PIX|PXB|PXN|P2C|PHB|SYS|[0-5]", re.IGNORECASE)
-
-
-def _words(text: str) -> list[str]:
-    return text.split()
-
-
-#: NCCL's variables; a pattern for the value where only some are understood.
-_NCCL: dict[str, re.Pattern[str] | None] = {
-    "NCCL_DEBUG": re.compile(r"VERSION|WARN|INFO|TRACE|ABORT|NONE", re.IGNORECASE),
-    "NCCL_P2P_LEVEL": _LEVEL,
-    "NCCL_NET_GDR_LEVEL": _LEVEL,
-    "NCCL_ALGO": re.compile(
-        r"[\^]?(\w+:)?[\^]?(Tree|Ring|CollnetDirect|CollnetChain|NVLS|NVLSTree|PAT)([,;].*)?", re.IGNORECASE
-    ),
-    "NCCL_PROTO": re.compile(r"[\^]?(\w+:)?[\^]?(LL|LL128|Simple)([,;].*)?", re.IGNORECASE),
-    **dict.fromkeys(
-        _words("""NCCL_P2P_DISABLE NCCL_SHM_DISABLE NCCL_IB_DISABLE NCCL_NVLS_ENABLE NCCL_CUMEM_ENABLE NCCL_CUMEM_HOST_ENABLE
-        NCCL_P2P_DIRECT_DISABLE NCCL_IGNORE_CPU_AFFINITY NCCL_LAUNCH_MODE_PARALLEL NCCL_CHECK_POINTERS
-        NCCL_NET_SHARED_BUFFERS NCCL_IB_ADAPTIVE_ROUTING NCCL_GRAPH_REGISTER NCCL_LOCAL_REGISTER
-        NCCL_IGNORE_DISABLED_P2P NCCL_PXN_DISABLE NCCL_COLLNET_ENABLE NCCL_MNNVL_ENABLE"""),
-        re.compile(r"-?[0-2]"),
-    ),
-    **dict.fromkeys(
-        _words("""NCCL_BUFFSIZE NCCL_NTHREADS NCCL_MAX_NCHANNELS NCCL_MIN_NCHANNELS NCCL_MAX_CTAS NCCL_MIN_CTAS
-        NCCL_NSOCKS_PERTHREAD NCCL_SOCKET_NTHREADS NCCL_IB_TIMEOUT NCCL_IB_RETRY_CNT NCCL_IB_GID_INDEX NCCL_IB_SL
-        NCCL_IB_TC NCCL_IB_QPS_PER_CONNECTION NCCL_NCHANNELS_PER_NET_PEER NCCL_P2P_NVL_CHUNKSIZE
-        NCCL_P2P_PCI_CHUNKSIZE NCCL_P2P_NET_CHUNKSIZE NCCL_LL_BUFFSIZE NCCL_LL128_BUFFSIZE NCCL_CROSS_NIC
-        NCCL_WORK_FIFO_BYTES NCCL_CHUNK_SIZE NCCL_MIN_P2P_NCHANNELS NCCL_MAX_P2P_NCHANNELS
-        NCCL_CGA_CLUSTER_SIZE"""),
-        _SIZE,
-    ),
-    **dict.fromkeys(
-        _words("""NCCL_SOCKET_IFNAME NCCL_SOCKET_FAMILY NCCL_IB_HCA NCCL_NET NCCL_NET_PLUGIN NCCL_TUNER_PLUGIN NCCL_TUNER_CONFIG_PATH
-        NCCL_TOPO_FILE NCCL_TOPO_DUMP_FILE NCCL_GRAPH_FILE NCCL_GRAPH_DUMP_FILE NCCL_DEBUG_FILE NCCL_DEBUG_SUBSYS
-        NCCL_COMM_ID NCCL_CONF_FILE NCCL_HOSTID NCCL_COMM_BLOCKING NCCL_LAUNCH_MODE NCCL_SET_STACK_SIZE
-        NCCL_IB_PCI_RELAXED_ORDERING NCCL_IB_ROCE_VERSION_NUM NCCL_IB_SPLIT_DATA_ON_QPS NCCL_IB_CUDA_SUPPORT
-        NCCL_IB_ADDR_FAMILY NCCL_IB_ADDR_RANGE NCCL_IB_AR_THRESHOLD NCCL_IB_USE_INLINE NCCL_IB_FIFO_TC
-        NCCL_IB_MERGE_VFS NCCL_IB_MERGE_NICS NCCL_IB_RETURN_ASYNC_EVENTS NCCL_IB_ECE_ENABLE NCCL_IB_WARN_RAIL_LOCAL
-        NCCL_IB_OOO_RQ NCCL_IB_DATA_DIRECT NCCL_OOB_NET_ENABLE NCCL_OOB_NET_IFNAME NCCL_UID_STAGGER_RATE
-        NCCL_UID_STAGGER_THRESHOLD NCCL_NET_GDR_READ NCCL_NET_GDR_C2C NCCL_NET_MERGE_LEVEL NCCL_NET_FORCE_MERGE
-        NCCL_NET_DISABLE_INTRA NCCL_NET_OVERHEAD NCCL_NET_OPTIONAL_RECV_COMPLETION NCCL_NVB_DISABLE
-        NCCL_NVLSTREE_MAX_CHUNKSIZE NCCL_NVLS_CHUNKSIZE NCCL_NVLS_NCHANNELS NCCL_NVLINK_UTIL_CENTRIC_SCHED_ENABLE
-        NCCL_P2P_PXN_LEVEL NCCL_P2P_USE_CUDA_MEMCPY NCCL_P2P_READ_ENABLE NCCL_P2P_LL_THRESHOLD NCCL_P2P_BATCH_ENABLE
-        NCCL_P2P_SCHEDULE_GROUP_SIZE NCCL_SHM_USE_CUDA_MEMCPY NCCL_SHM_MEMCPY_MODE NCCL_SHM_LOCALITY
-        NCCL_DMABUF_ENABLE NCCL_GDRCOPY_ENABLE NCCL_GDRCOPY_SYNC_ENABLE NCCL_GDRCOPY_FLUSH_ENABLE NCCL_GDR_FLUSH_DISABLE
-        NCCL_LL128_NTHREADS NCCL_LL128_C2C NCCL_MAX_NRINGS NCCL_MIN_NRINGS NCCL_MAX_CTA NCCL_CTA_POLICY NCCL_RINGS
-        NCCL_SINGLE_RING_THRESHOLD NCCL_TREE_THRESHOLD NCCL_PROGRESS_APPENDOP_FREQ NCCL_PROXY_APPEND_BATCH_SIZE
-        NCCL_PROXY_CPUSET NCCL_PROXY_DUMP_SIGNAL NCCL_CREATE_THREAD_CONTEXT NCCL_WARN_ENABLE_DEBUG_INFO
-        NCCL_PROFILER_PLUGIN NCCL_PROFILE_EVENT_MASK NCCL_RUNTIME_CONNECT NCCL_RAS_ENABLE NCCL_RAS_ADDR
-        NCCL_RAS_TIMEOUT_FACTOR NCCL_SINGLE_PROC_MEM_REG_ENABLE NCCL_LEGACY_CUDA_REGISTER NCCL_LOCAL_REGISTER_CACHE
-        NCCL_MEM_SYNC_DOMAIN NCCL_MNNVL_UUID NCCL_MNNVL_CLIQUE_ID NCCL_NTHREADS_PER_BLOCK NCCL_NVTX_DISABLE
-        NCCL_OVERRIDE_CUBLAS_GEMM NCCL_SYM_CTAS NCCL_SYM_KERNEL NCCL_WIN_ENABLE NCCL_WIN_STRIDE NCCL_DEV_OVERRIDE
-        NCCL_SOCKET_RETRY_CNT NCCL_SOCKET_RETRY_SLEEP_MSEC NCCL_SOCKET_POLL_TIMEOUT_MSEC NCCL_SOCKET_INLINE
-        NCCL_SOCKET_MIN_TASKSIZE NCCL_DEBUG_TIMESTAMP_FORMAT NCCL_DEBUG_TIMESTAMP_LEVELS NCCL_ENABLE_VERSION_CHECK
-        NCCL_LIBRARY NCCL_VERSION NCCL_HOME NCCL_ROOT NCCL_ROOT_DIR NCCL_LIB_DIR NCCL_INCLUDE_DIR
-        NCCL_ASYNC_ERROR_HANDLING NCCL_BLOCKING_WAIT NCCL_DESYNC_DEBUG NCCL_TIMEOUT NCCL_SO_PATH""")
-    ),
-}
 
 
 @check("SC730", "host", "/dev/shm")
@@ -134,7 +74,8 @@ def open_files(context: Context) -> Outcome:
         return warning(
             f"a limit of {soft}",
             expected=f"at least {need}",
-            why="shards, sockets and shared memory are all open files; beyond the limit a worker dies at the load",
+            why="shards, sockets and shared memory are all open files; beyond the limit a worker dies at "
+            "the load",
             mend=f"ulimit -n {min(65536, hard) if hard > 0 else 65536}",
         )
     return ok(f"limit {'none' if soft < 0 else soft}")
@@ -221,12 +162,12 @@ def nccl(context: Context) -> Outcome:
     problems: list[str] = []
     mends: list[str] = []
     for name, value in found.items():
-        if name not in _NCCL:
-            near = difflib.get_close_matches(name, _NCCL, n=1, cutoff=0.8)
+        if name not in VARIABLES:
+            near = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.8)
             problems.append(f"{name} is not known to NCCL" + (f" ({near[0]}?)" if near else ""))
             mends.append(f"unset {name}")
             continue
-        pattern = _NCCL[name]
+        pattern = VARIABLES[name]
         if pattern is not None and not pattern.fullmatch(value.strip()):
             problems.append(f"{name}={value} is no value that NCCL knows")
             mends.append(f"unset {name}")

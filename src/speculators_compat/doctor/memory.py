@@ -55,7 +55,8 @@ def tensor_parallel(context: Context) -> Outcome:
         if facts.experts is None and name != "intermediate_size":
             continue
         divides(label, width)
-        # Of a model with both, only the experts are quantized in most checkpoints: others are not refused for it.
+        # Of a model with both, only the experts are quantized in most checkpoints: others are not refused
+        # for it.
         concerned = name == "moe_intermediate_size" or facts.text.get("moe_intermediate_size") is None
         if block > 1 and concerned and width % tp == 0 and (width // tp) % block:
             pieces.append(f"{label} {width} / {tp} = {width // tp} by the quantization's block {block}")
@@ -81,7 +82,8 @@ def pipeline_parallel(context: Context) -> Outcome:
     return failed(
         f"--pp {pp}",
         expected="1",
-        why="each pipeline rank sees its own decoder layers only, and states of the others would be missing (SC404)",
+        why="each pipeline rank sees its own decoder layers only, and states of the others would be "
+        "missing (SC404)",
         mend=f"--pp 1 --tp {context.options.tp * pp}",
     )
 
@@ -146,8 +148,7 @@ def held(context: Context) -> Outcome:
 
 @check("SC714", "memory", "fits")
 def fits(context: Context) -> Outcome:
-    layers, hidden = context.shape
-    options, facts = context.options, context.facts
+    hidden, options = context.shape[1], context.options
     capture = context.captured_layers * context.token_budget * hidden * context.state_bytes
     weights: float | None
     try:
@@ -193,7 +194,8 @@ def fits(context: Context) -> Outcome:
         lower = max(0.1, (least.total - _OVERHEAD - capture) / least.total - 0.01)
         return failed(
             f"{numbers}; {size(max(0, outside))} are left outside vLLM's share",
-            expected=f"{size(capture)} outside it for the capture buffers, and {size(_OVERHEAD)} for the driver",
+            expected=f"{size(capture)} outside it for the capture buffers, and {size(_OVERHEAD)} for the "
+            "driver",
             why="vLLM fills its share with KV cache; the first step would run out of memory",
             mend=f"--gpu-memory-utilization {lower:.2f}",
         )
@@ -221,7 +223,8 @@ def _fits_host(context: Context, weights: float | None, capture: float, per_toke
         )
     if 0 < kv < per_token * context.max_model_len:
         return failed(
-            f"KV cache {size(kv)}, one prompt of {context.options.max_seq_len} tokens needs {size(per_token * context.max_model_len)}",
+            f"KV cache {size(kv)}, one prompt of {context.options.max_seq_len} tokens needs "
+            f"{size(per_token * context.max_model_len)}",
             expected="room for one prompt",
             why="vLLM stops when it sizes the KV cache",
             mend=f"export VLLM_CPU_KVCACHE_SPACE={int(per_token * context.max_model_len / 2**30) + 1}",

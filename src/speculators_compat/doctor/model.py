@@ -64,7 +64,8 @@ def folder(context: Context) -> Outcome:
     except Unavailable:
         local = model.startswith(("/", ".", "~")) or model.count("/") != 1 or path.exists()
         return failed(
-            f"{model} is {'a file' if path.is_file() else 'no folder'}{'' if local else ', and not in the local hub cache'}",
+            f"{model} is {'a file' if path.is_file() else 'no folder'}"
+            + ("" if local else ", and not in the local hub cache"),
             expected="a folder with config.json, tokenizer and weights",
             why="vLLM would stop, or start a download of hundreds of GB inside the run",
             mend="check --model" if local else f"hf download {model}",
@@ -148,7 +149,8 @@ def tokenizer(context: Context) -> Outcome:
         return warning(
             f"{what}: token ids up to {largest}, but the model's vocabulary ends at {vocab - 1}",
             expected="every token id below the config's vocab_size",
-            why="prompts with such tokens are refused one by one (SC407), or the tokenizer is another model's",
+            why="prompts with such tokens are refused one by one (SC407), or the tokenizer is another "
+            "model's",
             mend=_again(context),
         )
     return ok(f"{what}" + (f", token ids up to {largest}" if largest is not None else ""))
@@ -274,7 +276,8 @@ def dtype(context: Context) -> Outcome:
         return warning(
             text,
             expected="bfloat16 for a model that was trained in it",
-            why="float16 ends at 65504, and the last layers' states of many models pass that: they become infinite",
+            why="float16 ends at 65504, and the last layers' states of many models pass that: they become "
+            "infinite",
             mend="leave dtype out of the vLLM arguments",
         )
     if stored == "float32" and str(context.options.vllm_args.get("dtype", "auto")) == "auto":
@@ -324,7 +327,8 @@ def remote_code(context: Context) -> Outcome:
         return failed(
             f"the model's own code imports {', '.join(absent)}, not installed here",
             expected="the packages that its code imports",
-            why="the config or tokenizer fails to load; this is looked at by reading the code, which was not run",
+            why="the config or tokenizer fails to load; this is looked at by reading the code, which was "
+            "not run",
             mend=f"pip install {' '.join(absent)}",
         )
     files = _few(sorted(named))

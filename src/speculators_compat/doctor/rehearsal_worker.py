@@ -1,7 +1,7 @@
 """What a rehearsal does inside vLLM's workers. It shares no code with the capture that it is to prove.
 
-The witness looks at what *enters* the layer after the captured one, where the capture looks at what leaves it, and it is
-asked for one prompt at a time, so that no row has to be attributed to a request.
+The witness looks at what *enters* the layer after the captured one, where the capture looks at what leaves
+it, and it is asked for one prompt at a time, so that no row has to be attributed to a request.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ REHEARSAL = "SPECULATORS_COMPAT_REHEARSAL"
 
 
 def speaking_weights(module: ModuleType) -> None:
-    """Make vLLM's dummy weights large enough that every layer moves the states, and wrong ones can be told apart.
+    """Make vLLM's dummy weights large enough that every layer moves the states.
 
-    vLLM draws them from +-0.001, norms included: the states that leave any layer are then all but the embedding.
+    vLLM draws them from +-0.001, norms included: what leaves any layer is then all but the embedding, and
+    states of a wrong layer would not be noticed.
     """
     loader: Any = module.DummyModelLoader
     original = loader.load_weights
@@ -32,7 +33,7 @@ def speaking_weights(module: ModuleType) -> None:
 
 
 def draw_weights(model: Any) -> None:
-    """Redraw all weights from generators seeded by their names, so that every rank and process draws the same."""
+    """Redraw all weights from generators seeded by their names: every process draws the same."""
     import torch
 
     for name, tensor in model.state_dict().items():

@@ -1,4 +1,6 @@
-"""SC74x: the rehearsal, seen from the outside - prepares it, waits for it, and says what its failure means."""
+"""SC74x: the rehearsal, seen from the outside - prepares it, waits for it, and says what its failure
+means.
+"""
 
 from __future__ import annotations
 
@@ -45,16 +47,28 @@ _SYMPTOMS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"vllm\.utils\.hashing|get_hash_fn_by_name", ("hashing_module",)),
     (r"cannot import name .*kv_cache_utils", ("kv_cache_names",)),
     (r"eos_token_id", ("request", "engine")),
-    (r"get_kv_cache_config_from_groups|kv_cache_specs|KV cache layout|kv_cache_groups_uniform", ("kv_cache", "engine")),
+    (
+        r"get_kv_cache_config_from_groups|kv_cache_specs|KV cache layout|kv_cache_groups_uniform",
+        ("kv_cache", "engine"),
+    ),
     (r"Scheduler.*block_size|hash_block_size", ("scheduler", "engine")),
-    (r"mem_get_info|No CUDA|not compiled with CUDA|Found no NVIDIA driver|No available memory for the cache", ("device_memory", "engine")),
+    (
+        r"mem_get_info|No CUDA|not compiled with CUDA|no NVIDIA driver|No available memory for the cache",
+        ("device_memory", "engine"),
+    ),
     (r"model weights|safetensors|\*\.bin|has no weights", ("vllm_arguments", "generation", "engine")),
     (r"trust_remote_code|AutoConfig|AutoTokenizer|num_hidden_layers", ("config_loading",)),
-    (r"SupportsEagle3|supports_eagle3|EAGLE3|hidden state extraction", ("eagle3_protocol", "eagle3_allow_list", "generation", "engine")),
+    (
+        r"SupportsEagle3|supports_eagle3|EAGLE3|hidden state extraction",
+        ("eagle3_protocol", "eagle3_allow_list", "generation", "engine"),
+    ),
     (r"SC501|no attribute '(?:model|layers|language_model)'", ("layer_navigation",)),
-    (r"not in the place|captured states|_setup_capture|_reset_capture|input_batch|sample_tokens|shutdown\(\)", ("generation", "engine")),
+    (
+        r"not in the place|captured states|_(?:setup|reset)_capture|input_batch|sample_tokens|shutdown\(\)",
+        ("generation", "engine"),
+    ),
     (r"speculators_compat_setup", ("vllm_arguments", "engine")),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -231,8 +245,10 @@ def judge(answer: dict[str, Any], job: Job, log: str) -> Outcome:
     if answer["stage"] == "done":
         report, seconds = answer.get("report", {}), sum(answer["seconds"].values())
         return ok(
-            f"{report.get('model', 'the model')} at {report.get('path', answer.get('place'))}: {job.description}; "
-            f"40 prompts, written and read back, largest error {answer['error_found']:.0e} against an independent "
+            f"{report.get('model', 'the model')} at {report.get('path', answer.get('place'))}: "
+            f"{job.description}; "
+            f"40 prompts, written and read back, largest error {answer['error_found']:.0e} against an "
+            "independent "
             f"capture, nothing left behind; {seconds:.0f} s"
         )
     id, doing = _STAGES[answer["stage"]]
@@ -271,7 +287,9 @@ def _remedy(adapter: str | None, id: str | None) -> str:
 
 
 def root_cause(error: Mapping[str, Any], log: str) -> str:
-    """The exception that was at the bottom of it: often it was raised in another process, and only the log has it."""
+    """The exception that was at the bottom of it: often it was raised in another process, and only the
+    log has it.
+    """
     text = str(error["text"]).strip()
     if error.get("id"):
         found = re.search(r"found: +(.+)", text)

@@ -203,8 +203,8 @@ def _reader(vocab_size: int | None, fast: bool) -> Callable[[bytes, int], _Line]
     too_long = b"0" * 19
 
     def quick(raw: bytes, number: int) -> _Line:
-        # The decoder has made sure that it is JSON: what is left of a flat list of plain numbers without digits, commas
-        # and blanks is one pair of brackets. Anything else is judged with care.
+        # The decoder has made sure that it is JSON: what is left of a flat list of plain numbers without
+        # digits, commas and blanks is one pair of brackets. Anything else is judged with care.
         try:
             found = decode(raw)
         except (msgspec.MsgspecError, ValueError, RecursionError):

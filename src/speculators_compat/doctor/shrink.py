@@ -1,7 +1,7 @@
 """A small copy of a model: the same architecture and code, a few small layers, no weights.
 
-Sizes that kernels know (head sizes, MLA ranks) stay; counts and widths shrink. Everything that names the text hidden
-size elsewhere (projectors, vision towers) follows it.
+Sizes that kernels know (head sizes, MLA ranks) stay; counts and widths shrink. Everything that names the
+text hidden size elsewhere (projectors, vision towers) follows it.
 """
 
 from __future__ import annotations
@@ -78,9 +78,8 @@ def shrink(config: Mapping[str, Any], *, tp: int, cpu: bool) -> Plan:
         if key in text:
             text[key] = layers
     for key, value in list(text.items()):
-        if isinstance(value, list) and len(value) == old_layers:
-            text[key] = value[:layers]
-        elif isinstance(value, str) and len(value) == old_layers and key.endswith("pattern"):
+        per_layer = isinstance(value, list) or (isinstance(value, str) and key.endswith("pattern"))
+        if per_layer and len(value) == old_layers:
             text[key] = value[:layers]
     for key in ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers"):
         if text.get(key):
@@ -217,8 +216,8 @@ def _follow(config: dict[str, Any], text: dict[str, Any], old_hidden: int, hidde
             config[key] = hidden
 
 
-#: Kimi-K2.5's processor is code beside the config. A folder of config and tokenizer alone gets this in its place: text
-#: prompts never reach it, but vLLM asks for one when it starts.
+#: Kimi-K2.5's processor is code beside the config. A folder of config and tokenizer alone gets this in its
+#: place: text prompts never reach it, but vLLM asks for one when it starts.
 _KIMI_PROCESSOR = '''\
 """Stands for the model's image processor: a rehearsal has text only."""
 
@@ -243,7 +242,8 @@ class RehearsalImageProcessor(BaseImageProcessor):
     def split_video_chunks(self, video):
         step = self.num_frames_per_chunk
         frames = list(video)
-        return [{"type": "video_chunk", "video_chunk": frames[i : i + step]} for i in range(0, len(frames), step)]
+        return [{"type": "video_chunk", "video_chunk": frames[i : i + step]} for i in range(0, len(frames),
+        step)]
 
     def preprocess(self, medias, return_tensors=None, **kwargs):
         pixels, grids = [], []

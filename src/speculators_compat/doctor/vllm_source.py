@@ -15,7 +15,8 @@ class ModelClass:
 
     Attributes:
         module: where it is, for example ``vllm.model_executor.models.kimi_k25``.
-        native: whether it, or a class it derives from, lists ``SupportsEagle3``; ``None`` where its source was not found.
+        native: whether it, or a class it derives from, lists ``SupportsEagle3``; ``None`` where its source
+            was not found.
     """
 
     module: str
@@ -53,7 +54,9 @@ class VllmSource:
 
     @cached_property
     def architectures(self) -> dict[str, tuple[str, str]]:
-        """Every architecture in the registry with its module and class; empty if the registry has another form."""
+        """Every architecture in the registry with its module and class; empty if the registry has
+        another form.
+        """
         left_out = ("_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS", "_SPECULATIVE_DECODING_MODELS")
         return {
             name: (entry[0], entry[1])
