@@ -37,6 +37,7 @@ soon as it is done, and a later call goes on with what is missing.
                                     at a time
                      problem        what it raised
                      plain_vllm     what plain vLLM without the plugin does with the model, if a run failed
+                     workaround     what was done about a fault of the CPU build that plain_vllm names
       other_way      the way the matrix does not pick, tried with one llama run: way, status, error, problem
 """
 
@@ -92,7 +93,8 @@ RUNS = (
     ("kimi_k25", 1, "fork"),
     ("kimi_k25", 2, "fork"),
 )
-#: On the last patch release of each minor, with the newest speculators: processes that import everything anew, as users' workers do.
+#: On the last patch release of each minor, with the newest speculators: processes that import everything anew,
+#: as users' workers do.
 SPAWNED = ("llama", 1, "spawn")
 OTHER_WAY = (("llama", 1, "fork"),)
 
@@ -172,8 +174,8 @@ def installable(needed: Sequence[Requirement]) -> list[str]:
     """The wheel's requirements, mended where they cannot be met from the index.
 
     ``torch==X+cpu`` is on another index: plain ``X`` is the same release, and torchvision follows from it.
-    torchaudio does not say which torch it was built for. A release from before transformers 5 that sets no bound
-    means the transformers of its time.
+    torchaudio does not say which torch it was built for. A release from before transformers 5 that sets no
+    bound means the transformers of its time.
     """
     found = []
     for need in needed:
@@ -246,7 +248,7 @@ def tcmalloc() -> str:
 
 @dataclasses.dataclass
 class Cell:
-    """One vLLM with one speculators; ``way`` is empty for the matrix's choice, ``other`` for the other one."""
+    """One vLLM with one speculators; ``way`` is empty for the matrix's choice, or ``other``."""
 
     release: Release
     speculators: str
@@ -517,11 +519,11 @@ def add_other_ways(file: Path, release: Release, tried: dict[str, dict[str, Any]
 
 
 def newest_patches(all_releases: Sequence[Release]) -> set[str]:
-    """The last patch release of each minor."""
+    """The last patch release of each minor, and the first of all."""
     newest: dict[tuple[int, int], str] = {}
     for release in all_releases:
         newest[Version(release.vllm).release[:2]] = release.vllm  # type: ignore[index]
-    return set(newest.values())
+    return {all_releases[0].vllm, *newest.values()}
 
 
 def environments(
@@ -573,7 +575,7 @@ def sweep(work: Work, args: argparse.Namespace) -> int:
             failures += len(missing[release.vllm])
             continue
         make_models(work, environment)
-        newest = release.vllm in newest_patches(known)
+        newest = release.vllm in newest_patches(known) and not args.brief
         cells = [
             Cell(release, s, [*RUNS, SPAWNED] if newest and s == SPECULATORS[-1] else RUNS)
             for s in sorted(missing[release.vllm], reverse=True)
@@ -607,6 +609,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="run finished cells too")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
     parser.add_argument("--one", action="store_true", help="never have two environments")
+    parser.add_argument("--brief", action="store_true", help="neither spawned runs nor the other way")
     parser.add_argument("--python", default="3.11")
     parser.add_argument(
         "--work", type=Path, default=ROOT / ".envs" / "sweep", help="folder for environments, models and logs"
