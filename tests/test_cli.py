@@ -12,17 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 from test_detect import install, make_dist, make_package
 
 import speculators_compat
 from speculators_compat import check, cli
 from speculators_compat.adapter import State
 from speculators_compat.errors import CATALOG, CompatError, ErrorInfo
+from speculators_compat.support import Proof
 
 MATRIX = """\
 schema: 1
 lineages:
-  "0.4": {speculators: ">=0.4,<0.5"}
+  "0.4": {speculators: ">=0.4,<0.5", releases: [0.4.0, 0.4.0.1]}
   "0.5+": {speculators: ">=0.5,<0.10"}
 adapter_sets:
   in-process: [beta, alpha]
@@ -41,6 +43,12 @@ rows:
     "0.4": {status: structural, adapters: engine}
     "0.5+": *removed
 """
+PROOFS = {
+    ("0.16.0", "0.4.0"): Proof("verified", "2026-11-30", "in-process", 1e-06),
+    ("0.16.0", "0.4.0.1"): Proof("verified", "2026-12-01", "in-process", 2e-06),
+    ("0.17.0", "0.4.0"): Proof("structural", "2026-12-02", "engine", None, ("not run: no wheel",)),
+    ("0.18.0", "0.4.0"): Proof("structural", "2026-12-02", "engine", None, ("not run: no wheel",)),
+}
 
 
 @dataclass
@@ -140,6 +148,8 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
             f"speculators_compat.{module}.load_matrix",
             lambda known_adapters=None: load(matrix, known_adapters),
         )
+    proofs = {(Version(v), Version(s)): proof for (v, s), proof in PROOFS.items()}
+    monkeypatch.setattr("speculators_compat.support.load_support", lambda: proofs)
     for name in list(os.environ):
         if name.startswith("SPECULATORS_COMPAT"):
             monkeypatch.delenv(name)
@@ -546,20 +556,51 @@ def test_help_and_version(bench: Bench) -> None:
 def test_list(bench: Bench) -> None:
     code, out, _ = bench.run("--list")
     assert code == 0
-    table = [re.split(r" {2,}", line.strip()) for line in out.splitlines()[:4]]
+    table = [re.split(r" {2,}", line.strip()) for line in out.splitlines()[:6]]
     assert table == [
-        ["vLLM", "speculators 0.4", "speculators 0.5+"],
-        [">=0.12,<0.16", "untested, in-process", "unsupported"],
-        [">=0.16,<0.17", "verified, in-process", "unsupported"],
-        [">=0.17,<0.20", "structural, engine", "unsupported"],
+        ["vLLM", "speculators", "status", "way", "error", "date"],
+        ["0.12.0-0.14.0", "0.4.0-0.4.0.1", "untested", "in-process"],
+        ["0.16.0", "0.4.0-0.4.0.1", "verified", "in-process", "2.0e-06", "2026-11-30"],
+        ["0.17.0-0.18.0", "0.4.0", "structural only", "engine", "2026-12-02"],
+        ["0.17.0-0.18.0", "0.4.0.1", "untested", "engine"],  # there is no evidence for it
+        ["all", "0.5+", "not supported"],
     ]
     rest = " ".join(out.split())
     assert "every vLLM, speculators 0.5+: the generator was removed; mend: install 0.4.0.1" in rest
-    assert "vLLM >=0.16,<0.17, speculators 0.4: a note on it" in rest
+    assert "vLLM 0.16.0, speculators 0.4: a note on it" in rest
+    assert "vLLM 0.17.0 to 0.18.0, not run: no wheel" in rest
     data = json.loads(bench.run("--list", "--json")[1])
     assert data["schema"] == 1
     assert [row["vllm"] for row in data["rows"]] == [">=0.12,<0.16", ">=0.16,<0.17", ">=0.17,<0.20"]
+    assert data["rows"][0]["releases"] == ["0.12.0", "0.14.0"]
     assert data["rows"][1]["cells"]["0.4"]["evidence"] == "evidence/a.json"
+    assert len(data["support"]) == 5 * 3
+    assert data["support"][6] == {
+        "vllm": "0.16.0",
+        "speculators": "0.4.0",
+        "status": "verified",
+        "adapter_set": "in-process",
+        "date": "2026-11-30",
+        "error": 1e-06,
+    }
+    assert data["support"][8] == {
+        "vllm": "0.16.0",
+        "speculators": "0.5+",
+        "status": "unsupported",
+        "adapter_set": None,
+        "date": None,
+        "error": None,
+    }
+
+
+def test_list_fits_a_terminal(real_site: Path) -> None:
+    done = process(real_site, "--list", COLUMNS="80")
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    # each line of the table is in one piece
+    end = next(n for n, line in enumerate(lines) if line.lstrip().startswith("all "))
+    assert all(line.startswith("  0.") for line in lines[1:end])
 
 
 @pytest.mark.parametrize("id", sorted(CATALOG))

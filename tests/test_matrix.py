@@ -102,9 +102,7 @@ def test_good_file(good: Matrix) -> None:
 
 def test_order_of_rows_in_the_file_does_not_matter(good: Matrix, tmp_path: Path) -> None:
     head, *rows = (
-        GOOD.replace("&removed ", "")
-        .replace("*removed", "{status: unsupported, why: a, mend: b}")
-        .split("  - ")
+        GOOD.replace("&removed ", "").replace("*removed", "{status: unsupported, why: a, mend: b}").split("  - ")
     )
     turned = load(tmp_path, head + "".join(f"  - {row}" for row in reversed(rows)))
     assert [row.vllm for row in turned.rows] == [row.vllm for row in good.rows]
@@ -123,9 +121,7 @@ def test_adapter_ids_are_checked_only_against_known_ones(tmp_path: Path) -> None
     assert load(tmp_path, GOOD, None).adapter_sets["engine"] == ("alpha", "gamma")
 
 
-def test_pure_python_loader_reads_the_same(
-    good: Matrix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pure_python_loader_reads_the_same(good: Matrix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import yaml
 
     monkeypatch.delattr(yaml, "CSafeLoader", raising=False)
@@ -248,7 +244,12 @@ FAULTS: list[tuple[str, str, str, str]] = [
     ),
     ("note: only read", "except: []", "0.4.except: is a list without entries", "0.18.1"),
     ("note: only read", "except: {0.12: {status: untested}}", "0.4.except.0.12: 0.12 is not a plain", "full"),
-    ("note: only read", "except: {0.12.0: untested}", "0.4.except.0.12.0: is not a mapping but text", "status"),
+    (
+        "note: only read",
+        "except: {0.12.0: untested}",
+        "0.4.except.0.12.0: is not a mapping but text",
+        "status",
+    ),
     ("note: only read", "except: {0.12.0: {}}", "0.4.except.0.12.0.status: is missing", "add status"),
     (
         "note: only read",
@@ -256,7 +257,12 @@ FAULTS: list[tuple[str, str, str, str]] = [
         "0.4.except.0.12.0.mend: is missing for an unsupported cell",
         "one sentence",
     ),
-    ("note: only read", "except: {0.12.0: {status: verified}}", "except.0.12.0.evidence: is missing", "untested"),
+    (
+        "note: only read",
+        "except: {0.12.0: {status: verified}}",
+        "except.0.12.0.evidence: is missing",
+        "untested",
+    ),
     (
         "note: only read",
         "except: {0.12.0: {status: untested, adapters: engine}}",
@@ -346,9 +352,7 @@ FAULTS: list[tuple[str, str, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "fault", "mend"), FAULTS, ids=lambda text: " ".join(text.split())[:40]
-)
+@pytest.mark.parametrize(("old", "new", "fault", "mend"), FAULTS, ids=lambda text: " ".join(text.split())[:40])
 def test_fault_is_named(tmp_path: Path, old: str, new: str, fault: str, mend: str) -> None:
     found = faults(tmp_path, edited(old, new))
     hits = [text for text in found if fault in text.partition("; mend: ")[0]]
@@ -543,7 +547,9 @@ def test_exception_of_one_release(tmp_path: Path) -> None:
     assert matrix.select(Version("0.12.0"), Version("0.3.0")).cell.status == "untested"
 
 
-@pytest.mark.parametrize("vllm", ["0.11.3", "0.16.1", "0.28.1", "0.33.1", "0.34.0", "0.26.1rc1.dev657+g793ca6998.cu129"])
+@pytest.mark.parametrize(
+    "vllm", ["0.11.3", "0.16.1", "0.28.1", "0.33.1", "0.34.0", "0.26.1rc1.dev657+g793ca6998.cu129"]
+)
 def test_what_nobody_has_run_is_not_exact(vllm: str) -> None:
     assert not load_matrix().select(Version(vllm), Version("0.4.0.1")).exact
 
@@ -551,9 +557,9 @@ def test_what_nobody_has_run_is_not_exact(vllm: str) -> None:
 def test_every_released_vllm_is_in_a_row_of_the_shipped_matrix() -> None:
     shipped = load_matrix()
     released = (
-        "0.11.0 0.11.1 0.11.2 0.12.0 0.13.0 0.14.0 0.14.1 0.15.0 0.15.1 0.16.0 0.17.0 0.17.1 0.18.0 0.18.1 0.19.0"
-        " 0.19.1 0.20.0 0.20.1 0.20.2 0.21.0 0.22.0 0.22.1 0.23.0 0.24.0 0.25.0 0.25.1 0.26.0 0.27.0 0.27.1 0.28.0"
-        " 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0"
+        "0.11.0 0.11.1 0.11.2 0.12.0 0.13.0 0.14.0 0.14.1 0.15.0 0.15.1 0.16.0 0.17.0 0.17.1 0.18.0 0.18.1"
+        " 0.19.0 0.19.1 0.20.0 0.20.1 0.20.2 0.21.0 0.22.0 0.22.1 0.23.0 0.24.0 0.25.0 0.25.1 0.26.0 0.27.0"
+        " 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0"
     )
     assert [str(v) for row in shipped.rows for v in row.releases] == released.split()
     for vllm in released.split():

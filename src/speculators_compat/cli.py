@@ -429,7 +429,7 @@ def _render_checks(console: "Console", checks: Sequence["Result"]) -> None:
                 Text(one.status, style=_STYLES.get(one.status, "")),
                 Text(one.id),
                 Text(f"{one.name}: {told}"),
-                Text(f"{one.seconds:.2f} s" if one.seconds < 100 else f"{one.seconds:.0f} s"),
+                Text(f"{one.seconds:.2f} s" if one.seconds < 10 else f"{one.seconds:.0f} s"),
             )
         _print(console, Padding(table, (0, 0, 0, 2)))
 

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes what is made from ``compat_matrix.yaml`` and ``evidence/sweep.json``, and says where the two disagree.
+
+    python tools/support_table.py            write README's support table and the package's support.json
+    python tools/support_table.py --check    write nothing; exit 1 if anything disagrees or is out of date
+
+README's table stands between ``<!-- support-table -->`` and ``<!-- /support-table -->``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+
+from speculators_compat import support
+from speculators_compat.matrix import Cell, Matrix, load_matrix
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- support-table -->", "<!-- /support-table -->"
+Key = tuple[Version, Version]
+
+
+# --------------------------------------------------------------------------- evidence
+
+
+def read_rows(evidence: dict[str, Any]) -> dict[Key, dict[str, Any]]:
+    """The rows of ``evidence/sweep.json``, by vLLM and speculators release."""
+    return {(Version(row["vllm"]), Version(row["speculators"])): row for row in evidence["rows"]}
+
+
+def condensed(evidence: dict[str, Any]) -> str:
+    """``support.json``: one line for each row of the evidence."""
+    cells = []
+    for key in sorted(read_rows(evidence)):
+        row = read_rows(evidence)[key]
+        cell: dict[str, Any] = {"vllm": str(key[0]), "speculators": str(key[1])}
+        cell |= {name: row[name] for name in ("status", "date", "way", "error") if name in row}
+        notes = list(_notes(row, evidence.get("about", {}).get("models", {})))
+        cells.append(json.dumps(cell | ({"notes": notes} if notes else {})))
+    body = ",\n".join(cells)
+    head = f'"schema": {support.SCHEMA},\n"about": "written by tools/support_table.py",\n'
+    return f'{{\n{head}"cells": [\n{body}\n]\n}}\n'
+
+
+def _notes(row: dict[str, Any], models: dict[str, str]) -> Iterator[str]:
+    """How this row's run differs from the others, in words."""
+    if row["status"] == "structural":
+        yield row["why"]
+    for model in dict.fromkeys(run["model"] for run in row["runs"]):
+        runs = [run for run in row["runs"] if run["model"] == model]
+        name = models.get(model, model)
+        if any(run["status"] == "absent" for run in runs):
+            yield f"{name} is not in these releases"
+        if any(run.get("reference") == "engine capture" for run in runs):
+            yield (
+                f"plain vLLM itself disagrees with transformers on {name}: its states were compared with those that "
+                "independent hooks see in plain vLLM, one prompt at a time"
+            )
+
+
+# --------------------------------------------------------------------------- matrix against evidence
+
+
+def disagreements(matrix: Matrix, evidence: dict[str, Any], root: Path = ROOT) -> list[str]:
+    """Where the matrix says something that the evidence does not prove, or less than it proves."""
+    rows = read_rows(evidence)
+    found: dict[str, list[str]] = {}
+    listed: set[Key] = set()
+    for row in matrix.rows:
+        for name, line in matrix.lineages.items():
+            cell, where = row.cells[name], f"vLLM {row.vllm} with speculators {name}"
+            keys = [(vllm, spec) for vllm in row.releases for spec in line.releases or ()]
+            listed |= set(keys)
+            if cell.status in ("verified", "structural") and line.releases is None:
+                found[f"{where} is {cell.status}, but the line lists no releases that could prove it"] = []
+            for vllm, spec in keys:
+                said = cell.for_release(vllm)
+                problem = _problem(said, rows.get((vllm, spec)), evidence, root)
+                if problem:
+                    text = f"{where} is {said.status}, but {problem}"
+                    found.setdefault(text, []).append(f"{vllm} x {spec}")
+            plain = [key for key in keys if key[0] not in cell.exceptions]
+            if (
+                cell.status in ("untested", "structural")
+                and plain
+                and all(_problem(_as_verified(cell), rows.get(key), evidence, root) is None for key in plain)
+            ):
+                found[f"{where} is {cell.status}, but every release is verified: say so"] = []
+    for vllm, spec in sorted(rows.keys() - listed):
+        found.setdefault("evidence for releases that the matrix does not list", []).append(f"{vllm} x {spec}")
+    return [f"{text}: {', '.join(names)}" if names else text for text, names in found.items()]
+
+
+def _as_verified(cell: Cell) -> Cell:
+    return Cell("verified", cell.adapters, cell.adapter_set, None, None, None, None)
+
+
+def _problem(cell: Cell, row: dict[str, Any] | None, evidence: dict[str, Any], root: Path) -> str | None:
+    """What the evidence has against a cell, or ``None``."""
+    if cell.evidence and not (root / cell.evidence).is_file():
+        return f"there is no {cell.evidence}"
+    if row is None:
+        return "there is no evidence" if cell.status in ("verified", "structural") else None
+    if cell.status == "unsupported":
+        return "it works" if row["status"] == "verified" else None
+    if row["status"] == "failed":
+        return f"it failed ({row.get('why', 'no reason given')})"
+    if row["way"] != cell.adapter_set:
+        return f"{row['way']} was run, and the matrix picks {cell.adapter_set}"
+    if cell.status != "verified":
+        return None
+    if row["status"] != "verified":
+        return f"the evidence is {row['status']}"
+    bad = [run for run in row["runs"] if run["status"] not in ("passed", "absent") or run.get("order") is False]
+    if bad or not any(run["status"] == "passed" for run in row["runs"]):
+        return "not all of its runs passed"
+    tolerance = evidence.get("about", {}).get("tolerance")
+    if tolerance is None or "error" not in row or row["error"] > tolerance:
+        return f"its error is {row.get('error')} with a tolerance of {tolerance}"
+    return None
+
+
+# --------------------------------------------------------------------------- README
+
+
+def markdown(matrix: Matrix, proofs: support.Proofs) -> str:
+    """The table and its notes."""
+    heads = support.columns(matrix.lineages.values())
+    known = [release for row in matrix.rows for release in row.releases]
+    lines = [
+        "| vLLM | " + " | ".join(f"speculators {head.name}" for head in heads) + " |",
+        "|---" * (len(heads) + 1) + "|",
+    ]
+    for line in support.table(matrix, proofs):
+        cells = [_cell(one) for one in line.entries]
+        lines.append(f"| {support.spans(line.releases, known)} | " + " | ".join(cells) + " |")
+    lines.append("")
+    for text, releases in support.notes(matrix, proofs).items():
+        where = "every vLLM" if len(releases) == len(known) else f"vLLM {support.spans(releases, known)}"
+        lines.append(f"- {where}: {text}")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _cell(one: support.Entry) -> str:
+    error = "" if one.error is None else f"error {one.error:.1e}"
+    label = support.LABELS[one.status]
+    return ", ".join(filter(None, [f"**{label}**" if one.error else label, one.date, error, one.way]))
+
+
+def with_table(readme: str, table: str) -> str:
+    """README's text with the table put between the markers."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end or BEGIN in after or END in before:
+        raise SystemExit(f"README.md needs {BEGIN} and {END}, each once and on a line of its own")
+    return f"{before}{BEGIN}\n{table}{END}{after}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; 1 if something disagrees, or is out of date with ``--check``."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--root", type=Path, default=ROOT, help="source tree")
+    args = parser.parse_args(argv)
+    root: Path = args.root
+    matrix = load_matrix(root / "compat_matrix.yaml")
+    file = root / "evidence" / "sweep.json"
+    evidence = json.loads(file.read_text()) if file.is_file() else {"rows": []}
+    problems = [] if file.is_file() else ["there is no evidence/sweep.json: run nox -s sweep"]
+    problems += disagreements(matrix, evidence, root)
+
+    packaged, readme = root / "src" / "speculators_compat" / "support.json", root / "README.md"
+    small = condensed(evidence)
+    if not args.check:
+        packaged.write_text(small)
+    elif not packaged.is_file() or packaged.read_text() != small:
+        problems.append("support.json is out of date: run tools/support_table.py")
+    if packaged.is_file():
+        text = readme.read_text(encoding="utf-8")
+        fresh = with_table(text, markdown(matrix, support.load_support(packaged)))
+        if text != fresh and args.check:
+            problems.append("README's support table is out of date: run tools/support_table.py")
+        elif text != fresh:
+            readme.write_text(fresh, encoding="utf-8")
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
