@@ -536,6 +536,7 @@ def test_causes() -> None:
     assert judge(Proof("r", dtype="float32", error=1.0, raw=1.0)).cause == "layer"
     assert judge(Proof("r", dtype="float32", error=1.0, own=1.0, twin=3)).cause == "order"
     assert judge(Proof("r", dtype="float32", error=1.0, own=1.0)).skipped
+    assert judge(Proof("r", dtype="float32", error=1.0, own=1.0, headed=True)).cause == "order"
     assert judge(Proof("r", dtype="float32", fed=1.0)).skipped
     assert judge(Proof("r", dtype="float32", fed=1.0, direct=True)).cause == "layer"
     assert judge(Proof("r", skipped="why")).skipped == "why"

@@ -52,6 +52,7 @@ class Proof:
         row: checksum of the row that the result must hold for the last layer and the last token.
         fed: distance of what the model's final norm was given from the captured row.
         direct: the norm was given the very tensors that the last layer returned.
+        headed: the model returned the very tensor that the norm returned.
         error: distance of the captured row after the final norm from the LM head's row.
         own: the same for the norm's own output in the engine's forward pass.
         twin: place in the step whose LM head row is nearest, if it is another one and within rounding; else -1.
@@ -65,6 +66,7 @@ class Proof:
     row: int = 0
     fed: float = 0.0
     direct: bool = False
+    headed: bool = False
     error: float = 0.0
     own: float = 0.0
     twin: int = -1
@@ -110,6 +112,8 @@ def judge(proof: Proof, *, token: int | None = None, row: int | None = None) -> 
             return Verdict(
                 fault=f"its last state belongs to place {proof.twin} of the step, not to its own", cause="order"
             )
+        if not proof.own <= tolerance and proof.headed:
+            return Verdict(fault="the LM head's row for it is another one than its last", cause="order")
         if not proof.own <= tolerance:
             return Verdict(skipped="the model changes its states between the final norm and the LM head")
         cause = "norm" if proof.raw <= tolerance else "layer"
@@ -182,6 +186,8 @@ class _Pending:
     fed: torch.Tensor | None = None
     own: torch.Tensor | None = None
     norm: torch.nn.Module | None = None
+    normed: int = 0  # address of what the norm returned
+    headed: bool = False
 
 
 def find_norms(model: Any, path: str) -> list[tuple[str, torch.nn.Module]]:
@@ -248,6 +254,7 @@ class Alignment:
         for _, norm in norms:
             self._handles.append(norm.register_forward_pre_hook(self._enters_norm, with_kwargs=True))
             self._handles.append(norm.register_forward_hook(self._left_norm))
+        self._handles.append(model.register_forward_hook(self._left_model))
         self._journal.wrap(model, "compute_logits", self._compute_logits, adapter="alignment")
         if capture.on_cuda:
             threading.Thread(target=self._finish, name="speculators_compat alignment", daemon=True).start()
@@ -313,9 +320,16 @@ class Alignment:
         if pending is None or pending.norm is not module or pending.own is not None:
             return
         try:
-            pending.own = _flat(normed_output(output)).index_select(0, pending.index)
+            normed = normed_output(output)
+            pending.own = _flat(normed).index_select(0, pending.index)
+            pending.normed = normed.data_ptr()
         except Exception:
             pending.own = None
+
+    def _left_model(self, module: Any, args: Any, output: Any) -> None:
+        pending = self._pending
+        if pending is not None and pending.own is not None:
+            pending.headed = _addresses(output) == {pending.normed}
 
     def _compute_logits(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pending, self._pending = self._pending, None
@@ -416,6 +430,7 @@ class Alignment:
                     "row": checksum(rows[number]),
                     "fed": fed,
                     "direct": pending.direct,
+                    "headed": pending.headed,
                     "error": error,
                     "own": own,
                     "twin": other,

@@ -341,6 +341,8 @@ class Capture:
                 if not request.missing() and request.parcel is not None:
                     del self._requests[span.id]
                     self.sender.send(request.parcel)
+                elif span.position + span.count == len(request.prompt):
+                    _unfinished(span.id, request)  # its last token is computed: nothing more will come
             for id in step.ended:
                 request = self._requests.pop(id, None)
                 if request is not None and request.prompt:
