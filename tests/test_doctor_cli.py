@@ -16,7 +16,6 @@ from doctor_support import GOOD_LINES, fake_vllm, lines, make_model
 from test_cli import Bench, bench, ids, last_line, process, real_site  # noqa: F401 - fixtures
 
 from speculators_compat import doctor, settings
-from speculators_compat.cli import _join_ids
 from speculators_compat.doctor import CHECKS, base, gpu, host
 from speculators_compat.errors import CATALOG
 
@@ -126,7 +125,7 @@ def test_only(bench: Bench, job: list[str]) -> None:  # noqa: F811
     ("arguments", "words"),
     [
         (["--rehearse"], "--rehearse needs --model"),
-        (["--model", "x", "--layer-ids", "a"], "not a list of numbers"),
+        (["--model", "x", "--layer-ids", "a"], "invalid int value"),
         (["--model", "x", "--vllm-args", "{"], "not JSON"),
         (["--model", "x", "--vllm-args", "[]"], "not a JSON object"),
         (["--model", "x", "--tp", "0"], "tp"),
@@ -139,10 +138,10 @@ def test_usage(bench: Bench, arguments: list[str], words: str) -> None:  # noqa:
     assert words in err
 
 
-def test_layer_ids_as_the_example_takes_them() -> None:
-    assert _join_ids(["--layer-ids", "2", "30", "-1", "--tp", "8"]) == ["--layer-ids", "2,30,-1", "--tp", "8"]
-    assert _join_ids(["--layer-ids", "2,3", "--json"]) == ["--layer-ids", "2,3", "--json"]
-    assert _join_ids(["--tp", "8"]) == ["--tp", "8"]
+def test_layer_ids_as_the_example_takes_them(bench: Bench, job: list[str]) -> None:  # noqa: F811
+    data = bench.json("--layer-ids", "2", "3", *job)
+    (found,) = (c["found"] for c in data["checks"] if c["id"] == "SC716")
+    assert found.startswith("2 3 of 8")
 
 
 def test_a_check_that_breaks(bench: Bench, job: list[str], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

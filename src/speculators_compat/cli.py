@@ -1,11 +1,14 @@
 """The command ``compat-check``. What it prints is found out by :mod:`speculators_compat.check`."""
 
-# No "from __future__ import annotations" here: typer evaluates the command's annotations.
+from __future__ import annotations
+
+import argparse
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +29,6 @@ With --model, --data or --output-dir it also checks the run that is to be made:
 files, memory, data and host, each in seconds. --rehearse makes that run with a
 small copy of the model, without its weights, in a minute or two.
 
-\b
 Exit status:
   0  ready
   1  not supported, or a check failed
@@ -60,120 +62,71 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what the terminal can't show
+    args = _parser().parse_args(argv)
     try:
-        _app()(args=_join_ids(sys.argv[1:] if argv is None else argv), prog_name="compat-check")
-    except Exception as error:  # the command-line library is missing, or does not fit
-        raise SystemExit(_broke(error, as_json=False, debug=False)) from None
+        code = _guarded(lambda: _run(args), as_json=args.json, debug=args.debug)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has gone; Python would complain once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = _NOT_SUPPORTED
+    raise SystemExit(code)
 
 
-def _join_ids(argv: Sequence[str]) -> list[str]:
-    """``--layer-ids 2 30 58``, as the example takes it, becomes ``--layer-ids 2,30,58``."""
-    joined: list[str] = []
-    for word in argv:
-        number = word.strip(",").lstrip("-").replace(",", "").isdigit()
-        if number and len(joined) > 1 and joined[-2] == "--layer-ids":
-            joined[-1] += f",{word}"
-        else:
-            joined.append(word)
-    return joined
+def _parser() -> argparse.ArgumentParser:
+    def count(text: str) -> int:
+        if (value := int(text)) < 1:
+            raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
+        return value
+
+    def share(text: str) -> float:
+        if not 0 < (value := float(text)) <= 1:
+            raise argparse.ArgumentTypeError(f"{value} is not above 0 and at most 1")
+        return value
+
+    parser = argparse.ArgumentParser(
+        prog="compat-check", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--json", action="store_true", help="Print JSON (it carries a schema number).")
+    add("--explain", metavar="ID", help="Explain an error id or an adapter, then exit.")
+    add("--list", action="store_true", help="Print what is supported, then exit.")
+    add("--strict", action="store_true", help="Count an untested combination as a failure.")
+    add("--debug", action="store_true", help="Show tracebacks.")
+    add("--version", action="store_true", help="Print the version, then exit.")
+    add = parser.add_argument_group("the run that is to be made").add_argument
+    add("--model", metavar="DIR", help="Check the model, and whether the run fits.")
+    add("--tp", type=count, default=1, metavar="N", help="Tensor parallel size.")
+    add("--pp", type=count, default=1, metavar="N", help="Pipeline parallel size.")
+    add(
+        "--gpu-memory-utilization", type=share, default=0.8, metavar="X", help="Part of the GPU memory (0.8)."
+    )
+    add("--max-seq-len", type=count, default=2048, metavar="L", help="Longer prompts are cut (2048).")
+    add("--batch-size", type=count, default=32, metavar="B", help="Prompts in one call (32).")
+    add("--layer-ids", type=int, nargs="+", metavar="ID", help="Decoder layers, from 0.")
+    add("--data", metavar="FILE.jsonl", help="Check the tokenized prompts.")
+    add("--output-dir", metavar="DIR", help="Check the folder for the samples.")
+    add("--vllm-args", metavar="JSON", help="More vLLM arguments, as an object.")
+    add("--rehearse", action="store_true", help="Make the run with a small copy of --model.")
+    add("--only", action="append", metavar="ID", help="Only the check with this id; may be repeated.")
+    return parser
 
 
-def _app() -> Any:
-    import typer
-
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-
-    @app.command(help=_HELP)
-    def check(
-        json_: Annotated[
-            bool, typer.Option("--json", help="Print JSON (it carries a schema number).")
-        ] = False,
-        explain: Annotated[
-            Optional[str],  # noqa: UP045 - typer 0.12 knows no other form
-            typer.Option("--explain", metavar="ID", help="Explain an error id or an adapter, then exit."),
-        ] = None,
-        list_: Annotated[
-            bool, typer.Option("--list", help="Print what is supported, then exit.")
-        ] = False,
-        strict: Annotated[
-            bool, typer.Option("--strict", help="Count an untested combination as a failure.")
-        ] = False,
-        debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
-        version: Annotated[bool, typer.Option("--version", help="Print the version, then exit.")] = False,
-        model: Annotated[
-            Optional[str],  # noqa: UP045
-            typer.Option("--model", metavar="DIR", help="Check the model, and whether the run fits."),
-        ] = None,
-        tp: Annotated[int, typer.Option("--tp", metavar="N", min=1, help="Tensor parallel size.")] = 1,
-        pp: Annotated[int, typer.Option("--pp", metavar="N", min=1, help="Pipeline parallel size.")] = 1,
-        share: Annotated[
-            float,
-            typer.Option(
-                "--gpu-memory-utilization", metavar="X", min=0.01, max=1, help="Part of the GPU memory."
-            ),
-        ] = 0.8,
-        max_seq_len: Annotated[
-            int, typer.Option("--max-seq-len", metavar="L", min=1, help="Longer prompts are cut.")
-        ] = 2048,
-        batch_size: Annotated[
-            int, typer.Option("--batch-size", metavar="B", min=1, help="Prompts in one call.")
-        ] = 32,
-        layer_ids: Annotated[
-            Optional[str],  # noqa: UP045
-            typer.Option("--layer-ids", metavar="ID ...", help="Decoder layers, from 0."),
-        ] = None,
-        data: Annotated[
-            Optional[str],  # noqa: UP045
-            typer.Option("--data", metavar="FILE.jsonl", help="Check the tokenized prompts."),
-        ] = None,
-        output_dir: Annotated[
-            Optional[str],  # noqa: UP045
-            typer.Option("--output-dir", metavar="DIR", help="Check the folder for the samples."),
-        ] = None,
-        vllm_args: Annotated[
-            Optional[str],  # noqa: UP045
-            typer.Option("--vllm-args", metavar="JSON", help="More vLLM arguments, as an object."),
-        ] = None,
-        rehearse: Annotated[
-            bool, typer.Option("--rehearse", help="Make the run with a small copy of --model.")
-        ] = False,
-        only: Annotated[
-            Optional[list[str]],  # noqa: UP045
-            typer.Option("--only", metavar="ID", help="Only the check with this id; may be repeated."),
-        ] = None,
-    ) -> None:
-        if sum((explain is not None, list_, version)) > 1:
-            print("compat-check: give one of --explain, --list and --version", file=sys.stderr)
-            raise typer.Exit(_USAGE)
-
-        def run() -> int:
-            if version:
-                return _version(json_)
-            if explain is not None:
-                return _explain(explain, json_)
-            if list_:
-                return _list(json_)
-            values = {
-                "model": model,
-                "tp": tp,
-                "pp": pp,
-                "gpu_memory_utilization": share,
-                "max_seq_len": max_seq_len,
-                "batch_size": batch_size,
-                "data": data,
-                "output_dir": output_dir,
-                "rehearse": rehearse,
-            }
-            try:
-                options = _options(values, layer_ids, vllm_args, only or [])
-            except _UsageError as error:
-                print(f"compat-check: {error}", file=sys.stderr)
-                return _USAGE
-            return _check(json_, strict, debug, options)
-
-        raise typer.Exit(_guarded(run, as_json=json_, debug=debug))
-
-    return app
+def _run(args: argparse.Namespace) -> int:
+    if sum((args.explain is not None, args.list, args.version)) > 1:
+        print("compat-check: give one of --explain, --list and --version", file=sys.stderr)
+        return _USAGE
+    if args.version:
+        return _version(args.json)
+    if args.explain is not None:
+        return _explain(args.explain, args.json)
+    if args.list:
+        return _list(args.json)
+    try:
+        options = _options(args)
+    except _UsageError as error:
+        print(f"compat-check: {error}", file=sys.stderr)
+        return _USAGE
+    return _check(args.json, args.strict, args.debug, options)
 
 
 def _guarded(run: Callable[[], int], *, as_json: bool, debug: bool) -> int:
@@ -227,37 +180,38 @@ class _UsageError(Exception):
     """What was given on the command line can't be meant."""
 
 
-def _options(
-    values: dict[str, Any], layer_ids: Optional[str], vllm_args: Optional[str], only: Sequence[str]  # noqa: UP045
-) -> "Options | None":
+def _options(args: argparse.Namespace) -> Options | None:
     """The options of the run to be checked; ``None`` where none is described, and nothing more is loaded."""
-    given = (values["model"], values["data"], values["output_dir"])
-    if not any(given) and not only and not values["rehearse"]:
+    if not (args.model or args.data or args.output_dir or args.only or args.rehearse):
         return None
     from . import settings
     from .doctor import Options
     from .errors import CATALOG
 
-    if values["rehearse"] and not values["model"]:
+    if args.rehearse and not args.model:
         raise _UsageError("--rehearse needs --model: the architecture is taken from there")
-    ids = tuple(dict.fromkeys(id.upper() for one in only for id in one.split(",") if id))
+    ids = tuple(dict.fromkeys(id.upper() for one in args.only or () for id in one.split(",") if id))
     unknown = [id for id in ids if id not in CATALOG]
     if unknown:
         raise _UsageError(f"--only: nothing is called {unknown[0]!r}")
     try:
-        layers = None if layer_ids is None else tuple(int(k) for k in layer_ids.replace(",", " ").split())
-    except ValueError:
-        raise _UsageError(f"--layer-ids: {layer_ids!r} is not a list of numbers") from None
-    try:
-        arguments = settings.current().vllm_args if vllm_args is None else json.loads(vllm_args)
+        given = args.vllm_args
+        vllm_args = settings.current().vllm_args if given is None else json.loads(given)
     except ValueError as error:
         raise _UsageError(f"--vllm-args: not JSON: {error}") from None
-    if not isinstance(arguments, dict):
+    if not isinstance(vllm_args, dict):
         raise _UsageError("--vllm-args: not a JSON object")
-    return Options(**values, layer_ids=layers, vllm_args=arguments, only=ids)
+    names = ("model", "tp", "pp", "gpu_memory_utilization", "max_seq_len", "batch_size", "data", "output_dir")
+    return Options(
+        **{name: getattr(args, name) for name in names},
+        layer_ids=None if args.layer_ids is None else tuple(args.layer_ids),
+        vllm_args=vllm_args,
+        rehearse=args.rehearse,
+        only=ids,
+    )
 
 
-def _check(as_json: bool, strict: bool, debug: bool, options: "Options | None" = None) -> int:
+def _check(as_json: bool, strict: bool, debug: bool, options: Options | None = None) -> int:
     from .check import run_check
 
     report = run_check(strict=strict, options=options)
@@ -279,7 +233,7 @@ def _check(as_json: bool, strict: bool, debug: bool, options: "Options | None" =
 _SCRIPT = {"--model": "--model-path", "--tp": "--tp-size", "--data": "--prepared-data"}
 
 
-def check_first(arguments: Mapping[str, Any], *, layer_ids: Optional[Sequence[int]]) -> bool:  # noqa: UP045
+def check_first(arguments: Mapping[str, Any], *, layer_ids: Sequence[int] | None) -> bool:
     """For scripts: make the checks of a run, and print to standard error what is wrong with it.
 
     Args:
@@ -321,13 +275,13 @@ def check_first(arguments: Mapping[str, Any], *, layer_ids: Optional[Sequence[in
     return report.verdict not in ("not-supported", "not-ready")
 
 
-def _console() -> "Console":
+def _console() -> Console:
     from rich.console import Console
 
     return Console(highlight=False, markup=False, emoji=False)
 
 
-def _print(console: "Console", thing: Any, style: str | None = None) -> None:
+def _print(console: Console, thing: Any, style: str | None = None) -> None:
     """Print without the blanks that pad lines to the console's width."""
     with console.capture() as capture:
         console.print(thing, style=style)
@@ -335,7 +289,7 @@ def _print(console: "Console", thing: Any, style: str | None = None) -> None:
         print(line.rstrip())
 
 
-def _rows(console: "Console", rows: Sequence[tuple[tuple[str, str | None], ...]]) -> None:
+def _rows(console: Console, rows: Sequence[tuple[tuple[str, str | None], ...]]) -> None:
     """Print columns, indented; a cell is text and style, and the last one wraps."""
     from rich.padding import Padding
     from rich.table import Table
@@ -350,7 +304,7 @@ def _rows(console: "Console", rows: Sequence[tuple[tuple[str, str | None], ...]]
     _print(console, Padding(table, (0, 0, 0, 2)))
 
 
-def _render(report: "Report") -> None:
+def _render(report: Report) -> None:
     console = _console()
     levels = {finding.subject: finding.level for finding in reversed(report.findings)}
 
@@ -402,7 +356,7 @@ def _render(report: "Report") -> None:
     _print(console, f"\n{verdict}", style)
 
 
-def _render_finding(console: "Console", finding: "Finding") -> None:
+def _render_finding(console: Console, finding: Finding) -> None:
     from .errors import CATALOG
 
     style = {"error": "red", "broken": "red", "untested": "yellow"}.get(finding.level, "cyan")
@@ -411,7 +365,7 @@ def _render_finding(console: "Console", finding: "Finding") -> None:
     _rows(console, [((f"  {label}", None), (text, None)) for label, text in lines if text])
 
 
-def _render_checks(console: "Console", checks: Sequence["Result"]) -> None:
+def _render_checks(console: Console, checks: Sequence[Result]) -> None:
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
@@ -434,7 +388,7 @@ def _render_checks(console: "Console", checks: Sequence["Result"]) -> None:
         _print(console, Padding(table, (0, 0, 0, 2)))
 
 
-def render_problems(checks: Sequence["Result"], console: "Console | None" = None) -> None:
+def render_problems(checks: Sequence[Result], console: Console | None = None) -> None:
     """Print what was found, expected, why it matters and what to do, failures first."""
     from .errors import CATALOG
 
@@ -447,7 +401,7 @@ def render_problems(checks: Sequence["Result"], console: "Console | None" = None
         _rows(console, [((f"  {label}", None), (text, None)) for label, text in lines if text])
 
 
-def _verdict(report: "Report") -> tuple[str, str]:
+def _verdict(report: Report) -> tuple[str, str]:
     def ids(level: str) -> str:
         return ", ".join(dict.fromkeys(f.id for f in report.findings if f.level == level))
 
@@ -491,7 +445,7 @@ def _list(as_json: bool) -> int:
     titles = ("vLLM", "speculators", "status", "way", "error", "date")
     rows: list[tuple[tuple[str, str | None], ...]] = [tuple((title, "bold") for title in titles)]
 
-    def add(vllm: str, columns: Sequence["support.Column"], one: "support.Entry") -> None:
+    def add(vllm: str, columns: Sequence[support.Column], one: support.Entry) -> None:
         names = "-".join(dict.fromkeys((columns[0].name, columns[-1].name)))
         error = "" if one.error is None else f"{one.error:.1e}"
         oldest = one.dates[0] if one.dates else ""
@@ -516,7 +470,7 @@ def _list(as_json: bool) -> int:
     return _READY
 
 
-def _matrix_json(matrix: "Matrix", proofs: "support.Proofs") -> dict[str, Any]:
+def _matrix_json(matrix: Matrix, proofs: support.Proofs) -> dict[str, Any]:
     from . import support
 
     heads = support.columns(matrix.lineages.values())
