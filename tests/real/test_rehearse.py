@@ -105,7 +105,6 @@ def test_what_a_wrapper_needs(vllm_env: VllmEnv) -> None:
     ("adapter", "id", "words"),
     [
         ("transformers_torch_name", "SC741", "name 'torch' is not defined"),
-        ("transformers_mask_utils", "SC741", "modeling_attn_mask_utils"),
         ("engine", "SC742", ""),
     ],
 )

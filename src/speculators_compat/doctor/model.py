@@ -62,13 +62,21 @@ def folder(context: Context) -> Outcome:
         found = context.folder
         entries = len(os.listdir(found))
     except Unavailable:
-        local = model.startswith(("/", ".", "~")) or model.count("/") != 1 or path.exists()
-        return failed(
-            f"{model} is {'a file' if path.is_file() else 'no folder'}"
-            + ("" if local else ", and not in the local hub cache"),
-            expected="a folder with config.json, tokenizer and weights",
-            why="vLLM would stop, or start a download of hundreds of GB inside the run",
-            mend="check --model" if local else f"hf download {model}",
+        if model.startswith(("/", ".", "~")) or model.count("/") != 1 or path.exists():
+            return failed(
+                f"{model} is {'a file' if path.is_file() else 'no folder'}",
+                expected="a folder with config.json, tokenizer and weights",
+                why="vLLM would stop",
+                mend="check --model",
+            )
+        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+        return (failed if offline else warning)(
+            f"{model} is no folder, and not in the local hub cache" + (" (HF_HUB_OFFLINE is set)" * offline),
+            expected="a folder, or a model that was downloaded",
+            why="vLLM would stop"
+            if offline
+            else "vLLM would download it inside the run, and nothing of it can be checked",
+            mend=f"hf download {model}",
         )
     except OSError as error:
         return failed(

@@ -256,6 +256,8 @@ def judge(answer: dict[str, Any], job: Job, log: str) -> Outcome:
     reason = root_cause(error, log)
     adapter = concerned([reason, error["text"], error["trace"]], answer.get("adapters", {}))
     where = f" Adapter concerned: {adapter}." if adapter else ""
+    if settings.without():
+        where += f" Switched off: {', '.join(settings.without())}."
     outcome = failed(
         f"{doing}: {reason}.{where} (small copy: {job.description})",
         expected="the small copy of the model to go the whole way",
@@ -334,6 +336,4 @@ def concerned(texts: Sequence[str], states: Mapping[str, str]) -> str | None:
             hit = next((adapter for adapter in adapters if adapter in chosen), None)
             if hit is not None:
                 return hit
-        if chosen == without and len(without) == 1:
-            return without[0]
     return None
