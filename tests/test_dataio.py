@@ -81,6 +81,15 @@ def test_bad_line_is_skipped_and_strict_refuses_it(tmp_path: Path, line: object,
     assert caught.value.id == "SC601"
 
 
+def test_places_for_images_are_skipped(tmp_path: Path) -> None:
+    path = lines(tmp_path / "p.jsonl", {"input_ids": [1, 3]}, {"input_ids": [1, 2]})
+    skipped, good = read_samples(path, placeholders={3})
+    assert isinstance(skipped, Skipped)
+    assert "place for an image" in skipped.reason
+    assert isinstance(good, Sample)
+    assert (good.index, good.ordinal) == (1, 0)
+
+
 def test_not_utf8_bom_blank_lines_and_no_newline_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_bytes(
@@ -471,6 +480,94 @@ def test_every_error_id_is_explained() -> None:
         "SC610",
         "SC611",
         "SC612",
+    ]
+
+
+# ---- the format of speculators 0.5 and later
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    settings = {**SETTINGS, "format": "safetensors"}
+    samples = [Sample(index * 2, [1, 2, index], None, 3, ordinal=index) for index in range(3)]
+    with SampleWriter(tmp_path, settings) as writer:
+        for one in samples[:2]:
+            writer.write(one, answer(one))
+    assert sorted(p.name for p in (tmp_path / "hidden_states").iterdir()) == ["hs_0.safetensors", "hs_1.safetensors"]
+    assert find_finished(tmp_path, output="safetensors", layers=2) == {0: 3, 1: 3}
+    assert find_finished(tmp_path, output="safetensors", layers=3) == {}
+    data = safetensors.load_file(tmp_path / "hidden_states" / "hs_1.safetensors")
+    assert data["token_ids"].tolist() == [1, 2, 1]
+    assert torch.equal(data["hidden_states"], torch.stack(answer(samples[1])["hidden_states"], dim=1))
+    assert not (tmp_path / "sample_lengths.json").exists()
+
+    whole = (tmp_path / "hidden_states" / "hs_0.safetensors").read_bytes()
+    (tmp_path / "hidden_states" / "hs_0.safetensors").write_bytes(whole[:-1])
+    with SampleWriter(tmp_path, settings) as writer:
+        assert writer.damaged == ["hs_0.safetensors"]
+        assert not writer.is_finished(samples[0])
+        assert writer.is_finished(samples[1])
+        for one in (samples[0], samples[2]):
+            writer.write(one, answer(one))
+    assert (tmp_path / "hidden_states" / "hs_0.safetensors").read_bytes() == whole
+
+
+def test_the_arrow_data_set(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    samples = [Sample(index * 2, [1, 2, index], [0, 1, 1], 3, ordinal=index) for index in range(4)]
+    with SampleWriter(tmp_path, {**SETTINGS, "format": "safetensors"}) as writer:
+        for one in samples[:3]:
+            writer.write(one, answer(one))
+        for _ in range(2):  # again replaces
+            assert writer.write_dataset(samples) == 3
+    data = datasets.load_from_disk(str(tmp_path))
+    assert len(data) == 3
+    assert data[2]["input_ids"].tolist() == [1, 2, 2]
+    assert data[2]["loss_mask"].tolist() == [0, 1, 1]
+    assert list(data.with_format(None)["seq_len"]) == [3, 3, 3]
+    assert list(data.with_format(None)["line"]) == [1, 3, 5]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+# ---- checksums
+
+
+def test_checksums(tmp_path: Path) -> None:
+    with SampleWriter(tmp_path, SETTINGS) as writer:
+        for index in (10, 9):
+            writer.write(sample(index), answer(sample(index)))
+        lines = (tmp_path / "checksums.b2").read_text().splitlines()
+        assert [line.split("  ")[1] for line in lines] == ["data_10.pt", "data_9.pt"]
+    lines = (tmp_path / "checksums.b2").read_text().splitlines()
+    assert lines == [f"{dataio.file_checksum(tmp_path / n)}  {n}" for n in ("data_9.pt", "data_10.pt")]
+    # A kill between a sample and its line, and in the middle of a line.
+    (tmp_path / "checksums.b2").write_text(lines[0] + "\n" + lines[1][:40])
+    with SampleWriter(tmp_path, SETTINGS):
+        pass
+    assert (tmp_path / "checksums.b2").read_text().splitlines() == lines
+    with SampleWriter(tmp_path, SETTINGS, checksums=False) as writer:
+        writer.write(sample(11), answer(sample(11)))
+    assert (tmp_path / "checksums.b2").read_text().splitlines() == lines
+
+
+# ---- fingerprints
+
+
+def test_fingerprints_change_with_what_they_stand_for(tmp_path: Path) -> None:
+    from speculators_compat import manifest
+
+    (tmp_path / "a.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}" + bytes(300_000))
+    first = manifest.weights_fingerprint(tmp_path)
+    assert first == manifest.weights_fingerprint(tmp_path)
+    (tmp_path / "a.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}" + bytes(299_999) + b"1")
+    assert manifest.weights_fingerprint(tmp_path) != first
+    assert manifest.tokenizer_hash(tmp_path) is None
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert manifest.tokenizer_hash(tmp_path) is not None
+    assert manifest.number_of_layers({"text_config": {"num_hidden_layers": 7}}) == 7
+    assert manifest.describe_layers([1, 5], 6, final_norm=True) == [
+        {"after-layer": 1, "boundary": 2, "state": ""},
+        {"after-layer": 5, "boundary": 6, "state": "after final norm"},
     ]
 
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from speculators_compat.errors import InputError
-from speculators_compat.prompts import check_layer_ids, check_model, check_prompts
+from speculators_compat.prompts import (
+    check_layer_ids,
+    check_model,
+    check_prefix_caching,
+    check_prompts,
+    placeholder_tokens,
+)
 
 
 def prompts(given: Any) -> list[list[int]]:
@@ -130,3 +137,19 @@ def test_model_folder(tmp_path: Path) -> None:
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"")
     check_model(str(tmp_path))
     check_model("somebody/a-model")  # a name on the hub
+
+
+def test_places_for_images() -> None:
+    config = SimpleNamespace(media_placeholder_token_id=3, image_token_id=None, vision_token_id=7, bos_token_id=5)
+    places = placeholder_tokens(config)
+    assert places == placeholder_tokens(vars(config)) == {3, 7}
+    with pytest.raises(InputError, match="prompt 1 has a place for an image"):
+        check_prompts([[1, 5], [1, 3]], vocab_size=100, max_tokens=5, placeholders=places)
+    assert check_prompts([[1, 5]], vocab_size=100, max_tokens=5, placeholders=places) == [[1, 5]]
+
+
+def test_prefix_caching_is_refused() -> None:
+    with pytest.raises(InputError, match="SC408"):
+        check_prefix_caching({"enable_prefix_caching": True})
+    check_prefix_caching({"enable_prefix_caching": False})
+    check_prefix_caching({})

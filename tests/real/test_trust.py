@@ -8,7 +8,7 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +139,8 @@ def undisturbed(
 
 
 @pytest.fixture
-def job(vllm_env: VllmEnv, llama: Path, prepared: Path, tmp_path: Path) -> Iterator[Job]:
-    yield Job(vllm_env, llama, prepared, tmp_path / "out")
+def job(vllm_env: VllmEnv, llama: Path, prepared: Path, tmp_path: Path) -> Job:
+    return Job(vllm_env, llama, prepared, tmp_path / "out")
 
 
 def resumed(job: Job, undisturbed: dict[str, bytes], before: dict[str, bytes]) -> None:
