@@ -11,3 +11,10 @@ def sweep(session: nox.Session) -> None:
     """Run every vLLM with every speculators: `nox -s sweep -- --vllm 0.24.0 --again`."""
     session.install("uv", ".")
     session.run("python", "tools/sweep.py", *session.posargs)
+
+
+@nox.session
+def drift(session: nox.Session) -> None:
+    """Say what a new vLLM moved, from its wheel: `nox -s drift -- 0.34.0`, or the path of a wheel."""
+    session.install("pip", ".")
+    session.run("python", "tools/drift.py", *session.posargs)
