@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 #: Set in the environment while active: vLLM's workers activate only if they inherit it.
 MARKER = "SPECULATORS_COMPAT_ACTIVE"
+#: Its value once this process, or the one that started it, has warned of an untested combination; "1" before.
+WARNED = "warned"
 #: The name of this package's entry point in vLLM's plugin group, as ``VLLM_PLUGINS`` lists it.
 VLLM_PLUGIN = "speculators_compat"
 #: The first imports that can matter. ``transformers`` is here because ``import speculators`` can fail through it.
@@ -113,7 +115,8 @@ def activate() -> None:
         _process.active = True
         _process.error = None
         sys.meta_path.insert(0, _refuser)
-        _process.journal.set_env(MARKER, "1", adapter="activation")
+        if not os.environ.get(MARKER):  # else this is one of vLLM's processes
+            _process.journal.set_env(MARKER, "1", adapter="activation")
         listed = os.environ.get("VLLM_PLUGINS")
         if listed is not None and VLLM_PLUGIN not in listed.split(","):
             names = [name for name in listed.split(",") if name]
@@ -220,8 +223,9 @@ def _bootstrap() -> None:
                 why="adapters would be chosen by resemblance",
                 mend="install a listed vLLM (compat-check --list), or unset SPECULATORS_COMPAT_STRICT",
             )
-        if untested and not _process.warned:
+        if untested and not _process.warned and os.environ.get(MARKER) != WARNED:
             _process.warned = True
+            _process.journal.set_env(MARKER, WARNED, adapter="activation")  # workers need not say it again
             warnings.warn(f"untested combination: {selection.reason}", CompatWarning, stacklevel=2)
         _process.selection = selection
         _process.way = forced or selection.cell.adapter_set or ""
