@@ -130,9 +130,8 @@ def extract(args: argparse.Namespace) -> int:
                     print(error, file=sys.stderr)
                     results = error.results
                     unproved += [f"line {batch[i].line}: {why}" for i, why in error.failed.items()]
-                for sample, result in zip(batch, results, strict=True):
-                    if result is not None:
-                        writer.write(sample, result)
+                pairs = zip(batch, results, strict=True)
+                writer.write_all((sample, result) for sample, result in pairs if result is not None)
                 if progress is not None:
                     progress.advance(len(batch), sum(len(sample.input_ids) for sample in batch))
         finally:

@@ -36,9 +36,10 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from speculators_compat.detect import detect_all
 from speculators_compat.errors import CompatError, CompatWarning
@@ -78,6 +79,8 @@ FORMATS = ("pt", "safetensors")
 
 # A longer line is skipped unread: a file that is one huge JSON array must not be taken into memory.
 MAX_LINE_BYTES = 64 * 2**20
+# Samples of one batch that are written at the same time. Hashing, writing and fsync leave the interpreter free.
+WRITERS = 4
 # Where the vocabulary's size is not known, ids are still kept well inside an int32.
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -689,6 +692,51 @@ class SampleWriter:
         Raises:
             CompatError: SC608 the answer doesn't fit the prompt; SC602 no space; SC603 can't write.
         """
+        return self.write_all([(sample, result)])
+
+    def write_all(self, pairs: Iterable[tuple[Sample, Mapping[str, Any]]]) -> int:
+        """Write samples, several at a time; returns the bytes written.
+
+        They appear in their order: if one can't be written, those before it are there and those after it are not.
+        """
+        before = self.written_bytes
+        contents: list[_Content] = []
+        error: CompatError | None = None
+        for sample, result in pairs:
+            try:
+                contents.append(self._content(sample, result))
+            except CompatError as wrong:
+                error = wrong
+                break
+        pool = ThreadPoolExecutor(WRITERS) if len(contents) > 1 else None
+        try:
+            written = [pool.submit(content.write) if pool else None for content in contents]
+            for content, future in zip(contents, written, strict=True):
+                if future is None:
+                    content.write()
+                else:
+                    future.result()
+                content.publish()
+                if content.digest is not None:
+                    self._add_checksum(content.path, content.digest.hexdigest())
+                self.finished[content.number] = content.length
+                self.written += 1
+                self.written_tokens += content.length
+                self.written_bytes += content.count
+        except BaseException:
+            if pool is not None:
+                pool.shutdown(cancel_futures=True)
+            for content in contents:
+                content.discard()
+            raise
+        finally:
+            if pool is not None:
+                pool.shutdown()
+        if error is not None:
+            raise error
+        return self.written_bytes - before
+
+    def _content(self, sample: Sample, result: Mapping[str, Any]) -> _Content:
         import torch
 
         ids = torch.tensor(sample.input_ids, dtype=torch.long)
@@ -699,34 +747,26 @@ class SampleWriter:
                 f"line {sample.line} has no loss_mask: all ones are written, here and wherever it is "
                 "missing, so every token will be trained on",
                 CompatWarning,
-                stacklevel=2,
+                stacklevel=4,
             )
         mask = (
             torch.ones_like(ids)
             if sample.loss_mask is None
             else torch.tensor(sample.loss_mask, dtype=torch.long)
         )
+
+        def produce(out: _Output) -> None:
+            if self.output == "pt":
+                torch.save({"input_ids": ids, "hidden_states": states, "loss_mask": mask}, out)
+            else:
+                from safetensors.torch import save
+
+                out.write(save({"token_ids": ids, "hidden_states": torch.stack(states, dim=1)}))
+
         size = sum(tensor.numel() * tensor.element_size() for tensor in (ids, mask, *states))
         number = self._number(sample)
-        path = self._path(number)
         digest = hashlib.blake2b() if self._sums is not None else None
-        if self.output == "pt":
-            content = {"input_ids": ids, "hidden_states": states, "loss_mask": mask}
-            count = _write_atomically(
-                path, lambda out: torch.save(content, out), expected_bytes=size, digest=digest
-            )
-        else:
-            from safetensors.torch import save
-
-            data = save({"token_ids": ids, "hidden_states": torch.stack(states, dim=1)})
-            count = _write_atomically(path, lambda out: out.write(data), expected_bytes=size, digest=digest)
-        if digest is not None:
-            self._add_checksum(path, digest.hexdigest())
-        self.finished[number] = len(sample.input_ids)
-        self.written += 1
-        self.written_tokens += len(sample.input_ids)
-        self.written_bytes += count
-        return count
+        return _Content(self._path(number), produce, size, digest, number, len(sample.input_ids))
 
     def close(self, *, complete: bool = True) -> None:
         """Write ``sample_lengths.json`` and the final manifest, and let go of the folder."""
@@ -1037,31 +1077,64 @@ def file_checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _write_atomically(
-    path: Path, produce: Callable[[_Output], object], *, expected_bytes: int, digest: Any = None
-) -> int:
-    # Not "*.pt.tmp.pt" or the like: the trainer takes every file whose name ends in "pt".
-    temporary = path.with_name(path.name + ".tmp")
-    out: _Output | None = None
-    try:
-        temporary.unlink(missing_ok=True)
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-        with os.fdopen(handle, "wb") as stream:
-            out = _Output(stream)
-            out.digest = digest
-            produce(out)
-            stream.flush()
-            os.fsync(handle)
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-        return out.count
-    except BaseException as error:
+@dataclass
+class _Content:
+    """A file to be: written under another name first, so that it appears whole or not at all."""
+
+    path: Path
+    produce: Callable[[_Output], object]
+    size: int
+    digest: Any = None
+    number: int = 0
+    length: int = 0
+    count: int = 0
+
+    @property
+    def temporary(self) -> Path:
+        # Not "*.pt.tmp.pt" or the like: the trainer takes every file whose name ends in "pt".
+        return self.path.with_name(self.path.name + ".tmp")
+
+    def write(self) -> None:
+        """Make the temporary file, and have it on the disk."""
+        out: _Output | None = None
+        try:
+            self.temporary.unlink(missing_ok=True)
+            handle = os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+            with os.fdopen(handle, "wb") as stream:
+                out = _Output(stream)
+                out.digest = self.digest
+                self.produce(out)
+                stream.flush()
+                os.fsync(handle)
+            self.count = out.count
+        except BaseException as error:
+            self._failed(error, out)
+
+    def publish(self) -> None:
+        """Give the file its name."""
+        try:
+            os.replace(self.temporary, self.path)
+            _sync_folder(self.path.parent)
+        except BaseException as error:
+            self._failed(error, None)
+
+    def discard(self) -> None:
+        """Remove the temporary file."""
         with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            self.temporary.unlink(missing_ok=True)
+
+    def _failed(self, error: BaseException, out: _Output | None) -> NoReturn:
+        self.discard()
         cause = error if isinstance(error, OSError) else out.error if out is not None else None
         if cause is None:
-            raise
-        raise _write_error(path, expected_bytes, cause) from cause
+            raise error
+        raise _write_error(self.path, self.size, cause) from cause
+
+
+def _write_atomically(path: Path, produce: Callable[[_Output], object], *, expected_bytes: int) -> None:
+    content = _Content(path, produce, expected_bytes)
+    content.write()
+    content.publish()
 
 
 def _write_json(path: Path, value: object) -> None:
