@@ -191,6 +191,16 @@ def test_reference_of_another_kind_is_told(tree: Tree) -> None:
     assert text in tree.readme.read_text()
 
 
+def test_help_that_a_cpu_build_needed_is_told(tree: Tree) -> None:
+    found = tree.row("0.16.0", "0.3.0")
+    found["preload"] = ["libtcmalloc_minimal.so.4", "libiomp5.so"]
+    found["runs"][0]["workaround"] = "its activation is given beforehand"
+    assert tree.problems() == []
+    text = tree.readme.read_text()
+    assert "- vLLM 0.16.0: the CPU builds insist on libtcmalloc_minimal.so.4 and libiomp5.so in LD_PRELOAD" in text
+    assert "- vLLM 0.16.0: the CPU build cannot run LlamaForCausalLM by itself: its activation is given" in text
+
+
 def test_exception_of_one_release(tree: Tree) -> None:
     """It is told in the table, and the rest of its row may still count as verified."""
     tree.edit(
@@ -285,6 +295,7 @@ def test_verified_against_the_evidence(tree: Tree, change: Any, said: str) -> No
             None,
             "is unsupported, but it works: 0.12.0 x 0.3.0, 0.14.1 x 0.3.0, 0.16.0 x",
         ),
+        ("untested, adapters: in-process, note: the host's fault", fails, None),
         ("untested, adapters: in-process", is_structural, None),
         ("structural, adapters: in-process", is_structural, None),
     ],

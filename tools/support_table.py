@@ -54,11 +54,16 @@ def _notes(row: dict[str, Any], models: dict[str, str]) -> Iterator[str]:
     """How this row's run differs from the others, in words."""
     if row["status"] == "structural":
         yield row["why"]
+    if "preload" in row:
+        names = [row["preload"]] if isinstance(row["preload"], str) else row["preload"]
+        yield f"the CPU builds insist on {' and '.join(names)} in LD_PRELOAD, and got it"
     for model in dict.fromkeys(run["model"] for run in row["runs"]):
         runs = [run for run in row["runs"] if run["model"] == model]
         name = models.get(model, model)
         if any(run["status"] == "absent" for run in runs):
             yield f"{name} is not in these releases"
+        for workaround in dict.fromkeys(run["workaround"] for run in runs if "workaround" in run):
+            yield f"the CPU build cannot run {name} by itself: {workaround}"
         if any(run.get("reference") == "engine capture" for run in runs):
             yield (
                 f"plain vLLM itself disagrees with transformers on {name}: its states were compared with those that "
@@ -111,6 +116,8 @@ def _problem(cell: Cell, row: dict[str, Any] | None, evidence: dict[str, Any], r
         return "there is no evidence" if cell.status in ("verified", "structural") else None
     if cell.status == "unsupported":
         return "it works" if row["status"] == "verified" else None
+    if row["status"] == "failed" and cell.status == "untested" and cell.note:
+        return None  # the note says why that is no reason to refuse it
     if row["status"] == "failed":
         return f"it failed ({row.get('why', 'no reason given')})"
     if row["way"] != cell.adapter_set:
