@@ -69,7 +69,8 @@ class _Lines:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._lock = threading.Lock()
+        # Re-entrant: a buffer whose last tensor the garbage collector finds is sent back from wherever that happens.
+        self._lock = threading.RLock()
 
     def send(self, message: dict[str, Any]) -> None:
         data = json.dumps(message).encode() + b"\n"
@@ -104,7 +105,8 @@ class Depot:
         sweep_stale()
         shared = os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free >= need
         parent = SHARED_MEMORY if shared else Path(tempfile.gettempdir())
-        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
+        self._process = os.getpid()
+        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{self._process}-", dir=parent))
         self._limit = int(shutil.disk_usage(parent).free * HELD_SHARE) if shared else 0
         self._held = 0
         self._changed = threading.Condition()
@@ -182,6 +184,8 @@ class Depot:
     def close(self) -> None:
         """Remove the depot. Tensors handed out stay valid: their memory lives as long as they do."""
         atexit.unregister(self.close)
+        if os.getpid() != self._process:
+            return  # a forked child that ends
         if self._worker is not None:
             self._worker.close()
         self._listener.close()
@@ -225,7 +229,8 @@ class Depot:
             self._changed.notify_all()
 
     def _free(self, file: int) -> None:
-        if self._worker is not None:
+        # A forked child (a data loader's, say) has copies of the tensors; that it drops them frees nothing.
+        if self._worker is not None and os.getpid() == self._process:
             self._worker.send({"free": file})
 
     def _open(self, parcel: Parcel, rows: list[int]) -> list[torch.Tensor]:
