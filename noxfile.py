@@ -18,3 +18,10 @@ def drift(session: nox.Session) -> None:
     """Say what a new vLLM moved, from its wheel: `nox -s drift -- 0.34.0`, or the path of a wheel."""
     session.install("pip", ".")
     session.run("python", "tools/drift.py", *session.posargs)
+
+
+@nox.session
+def models(session: nox.Session) -> None:
+    """Extract from a tiny model of every architecture: `nox -s models -- --vllm 0.32.0`."""
+    session.install("uv", ".")
+    session.run("python", "tools/models_sweep.py", *session.posargs)

@@ -1,0 +1,360 @@
+"""Tiny configs for vLLM's architectures; imported in a vLLM environment.
+
+:func:`plan` gives, for an architecture, a ``config.json`` of a model small enough for one CPU core, and the name of the
+transformers class of the same architecture where there is one. The config comes from the model's own config class -
+transformers' or vLLM's - shrunk by the sizes in :data:`SIZES`; architectures whose class exists only as code in a
+checkpoint get a class that takes every size and switch that vLLM's implementation reads (:data:`GENERIC`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 512
+LAYERS = 4
+HIDDEN = 128
+#: What a size is called in configs, and what it becomes. Head size 32: CPU attention kernels know 32 and 64.
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size", "padded_vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), LAYERS),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embed_dim"), HIDDEN),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "n_head_kv", "num_kv_heads", "multi_query_group_num"), 2),
+    **dict.fromkeys(("head_dim", "kv_channels", "attention_head_dim", "global_head_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "n_inner", "mlp_hidden_size", "feed_forward_size"), 256),
+    **dict.fromkeys(("intermediate_size_mlp", "shared_expert_intermediate_size", "dense_intermediate_size"), 128),
+    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size"), 64),
+    **dict.fromkeys(("shared_intermediate_size", "moe_shared_expert_intermediate_size"), 64),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "n_groups"), 1),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
+    **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"), 1),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"), 1024),
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "eod_token_id"), 1),
+    "image_token_id": 9,
+    "image_token_index": 9,
+    "video_token_id": 10,
+    "audio_token_id": 11,
+    "audio_token_index": 11,
+    "vision_start_token_id": 12,
+    "vision_end_token_id": 13,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "index_topk": 64,
+    "index_n_heads": 4,
+    "index_head_dim": 32,
+    "sliding_window": 16,
+    "attention_window_size": 16,
+    "sliding_window_size": 16,
+    "attention_chunk_size": 32,
+    "num_nextn_predict_layers": 0,
+    "mtp_num_hidden_layers": 0,
+    "expert_layer_period": 2,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "mamba_d_state": 16,
+    "mamba_dt_rank": 8,
+    "mamba_d_ssm": 128,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "mamba_n_groups": 1,
+    "mamba_ngroups": 1,
+    "mamba_headdim": 32,
+    "n_mamba_heads": 8,
+    "ssm_state_size": 16,
+    "state_size": 16,
+    "time_step_rank": 8,
+    "chunk_size": 32,
+    "mamba_chunk_size": 32,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "conv_L_cache": 3,
+    "hidden_size_per_layer_input": 16,
+    "num_kv_shared_layers": 0,
+    "rotary_dim": 32,
+    "lru_width": 128,
+    "word_embed_proj_dim": HIDDEN,
+    "ffn_dim": 256,
+    "block_ff_dim": 256,
+    "block_dim": HIDDEN,
+    "patch_size": 14,
+    "image_size": 56,
+    "torch_dtype": "float32",
+    "dtype": "float32",
+}
+#: Sizes of towers beside the text decoder, which are not built.
+TOWER = {
+    **SIZES,
+    **dict.fromkeys(("num_hidden_layers", "depth", "encoder_layers", "num_layers", "n_layers"), 2),
+    **dict.fromkeys(("hidden_size", "embed_dim", "d_model", "encoder_embed_dim"), 64),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "encoder_attention_heads"), 2),
+    **dict.fromkeys(("intermediate_size", "encoder_ffn_dim"), 64),
+    "num_key_value_heads": 2,
+    "out_hidden_size": HIDDEN,
+    "projection_dim": HIDDEN,
+    "vision_output_dim": HIDDEN,
+    "text_hidden_size": HIDDEN,
+    "num_experts": 2,
+    "fullatt_block_indexes": [1],
+    "deepstack_visual_indexes": [0, 1],
+}
+TOWERS = ("vision", "audio", "visual", "vit", "speech", "projector", "image", "video", "talker", "code2wav", "dac")
+#: Where hybrids keep the kinds of their layers, as a pattern rather than a list by layer.
+PATTERNS = {"hybrid_override_pattern": "M*-M", "layers_block_type": None, "block_types": None}
+
+#: What vLLM's implementations read from configs of classes that exist only as code in a checkpoint.
+GENERIC: dict[str, Any] = {
+    **SIZES,
+    "hidden_act": "silu",
+    "hidden_activation": "silu",
+    "activation_function": "gelu",
+    "rms_norm_eps": 1e-5,
+    "layer_norm_eps": 1e-5,
+    "layer_norm_epsilon": 1e-5,
+    "layernorm_epsilon": 1e-5,
+    "norm_eps": 1e-5,
+    "norm_epsilon": 1e-5,
+    "initializer_range": 0.02,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "qkv_bias": False,
+    "mlp_bias": False,
+    "bias": False,
+    "use_qk_norm": False,
+    "use_cache": True,
+    "scoring_func": "softmax",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "moe_layer_freq": 1,
+    "partial_rotary_factor": 1.0,
+    "attention_dropout": 0.0,
+}
+for _name in ("sliding_window", "sliding_window_size", "attention_window_size", "q_lora_rank", "kv_lora_rank"):
+    GENERIC.pop(_name, None)
+for _name in [n for n in GENERIC if n.startswith(("index_", "mamba_", "linear_", "ssm_"))]:
+    GENERIC.pop(_name)
+for _name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "image_token_id"):
+    GENERIC.pop(_name, None)
+
+
+@dataclass
+class Plan:
+    """How a tiny model of an architecture is made.
+
+    Attributes:
+        config: for ``config.json``; complete, ``architectures`` included.
+        transformers: class of the same architecture in transformers, whose random weights and states are used.
+        code: whether the config class must come as code beside the config.
+        args: arguments for vLLM.
+        note: where the config comes from.
+    """
+
+    config: dict[str, Any]
+    transformers: str = ""
+    code: bool = False
+    args: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+
+class NoPlan(Exception):
+    """No config can be made; the text says why."""
+
+
+def _load_special() -> dict[str, dict[str, Any]]:
+    return dict(json.loads((Path(__file__).parent / "models_special.json").read_text()))
+
+
+SPECIAL = _load_special()
+
+
+def plan(architecture: str) -> Plan:
+    """The plan for an architecture of this vLLM's registry.
+
+    Raises:
+        NoPlan: there is no config class and no entry in ``models_special.json``.
+    """
+    special = SPECIAL.get(architecture, {})
+    like = special.get("like")
+    if like:
+        made = plan(like)
+        made.config = {**made.config, "architectures": [architecture], **special.get("set", {})}
+        made.transformers = special.get("transformers", "" if "transformers" in special else made.transformers)
+        return made
+    if "skip" in special:
+        raise NoPlan(special["skip"])
+    model_type = special.get("model_type") or _model_type(architecture)
+    if "generic" in special:
+        config = {**GENERIC, **special["generic"], "model_type": special.get("model_type", "generic")}
+        made = Plan(config, code=model_type is None or special.get("code", False), note="sizes that vLLM reads")
+        if not made.code:
+            made.note = f"config class of {model_type}"
+    elif model_type is not None:
+        made = Plan(shrunk(_config_class(model_type), special.get("set", {})), note=f"config class of {model_type}")
+        made.config["model_type"] = model_type
+        made.transformers = special.get("transformers", _transformers_class(architecture))
+    else:
+        raise NoPlan("its config class exists only as code in a checkpoint, and is not described here")
+    made.config.update(architectures=[architecture], torch_dtype="float32")
+    made.config.update(special.get("put", {}))
+    made.args.update(special.get("args", {}))
+    return made
+
+
+def _model_type(architecture: str) -> str | None:
+    """The model type whose config class goes with the architecture."""
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    found = []
+    for name in dir(modeling_auto):
+        if name.endswith("_MAPPING_NAMES"):
+            for model_type, names in getattr(modeling_auto, name).items():
+                if architecture in (names if isinstance(names, (list, tuple)) else (names,)):
+                    found.append(model_type)
+    whole = [t for t in found if t in CONFIG_MAPPING_NAMES and not t.endswith("_text")]
+    # llama rather than code_llama, gpt2 rather than gpt-sw3
+    return min(whole or found, key=len, default=None)
+
+
+def _transformers_class(architecture: str) -> str:
+    import transformers
+
+    return architecture if hasattr(transformers, architecture) else ""
+
+
+def _config_class(model_type: str) -> Any:
+    from transformers import CONFIG_MAPPING
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    with_code = _CONFIG_REGISTRY
+    if model_type in with_code:
+        return with_code[model_type]
+    return CONFIG_MAPPING[model_type]
+
+
+def _parameters(kind: Any) -> set[str]:
+    names = {n for n, p in inspect.signature(kind.__init__).parameters.items() if p.kind is not p.VAR_KEYWORD}
+    return (names | set(getattr(kind, "__dataclass_fields__", {}))) - {"self", "args"}
+
+
+def shrunk(kind: Any, put: dict[str, Any], tower: bool = False) -> dict[str, Any]:
+    """A config of a class, all sizes small, its sub-configs too.
+
+    Args:
+        put: values by name; a dotted name reaches into a sub-config.
+    """
+    sizes = TOWER if tower else SIZES
+    names = _parameters(kind)
+    reverse = dict(getattr(kind, "attribute_map", None) or {})
+    # A size may be known by its general name only (``hidden_size`` for ``n_embd``).
+    wanted: dict[str, Any] = {n: sizes[n] for n in names if n in sizes}
+    wanted.update({old: sizes[new] for new, old in reverse.items() if new in sizes and old in names - wanted.keys()})
+    for name in ("q_lora_rank", "sliding_window", "index_topk", "kv_lora_rank", "rotary_dim"):
+        default = _default(kind, name)
+        if name in wanted and default in (None, False):
+            wanted.pop(name)
+    for name, pattern in PATTERNS.items():
+        if name in names and pattern is not None:
+            wanted[name] = pattern
+    for name, inner in (getattr(kind, "sub_configs", None) or {}).items():
+        nested = {k.partition(".")[2]: v for k, v in put.items() if k.startswith(name + ".")}
+        if name == "text_config" or name == "vision_config" or name in names:
+            made = _sub_config(inner, nested, tower or any(word in name for word in TOWERS))
+            if made is not None:
+                wanted[name] = made
+    wanted.update({k: v for k, v in put.items() if "." not in k})
+    try:
+        made = kind(**wanted).to_dict()
+    except Exception as error:
+        raise NoPlan(f"{kind.__name__} refuses small sizes: {type(error).__name__}: {error}") from error
+    made.pop("transformers_version", None)
+    return _fitted(made, tower)
+
+
+def _sub_config(kind: Any, put: dict[str, Any], tower: bool) -> dict[str, Any] | None:
+    from transformers import AutoConfig
+
+    if kind is AutoConfig or not hasattr(kind, "to_dict"):
+        model_type = put.get("model_type")
+        if model_type is None:
+            return None
+        kind = _config_class(model_type)
+        return {**shrunk(kind, {k: v for k, v in put.items() if k != "model_type"}, tower), "model_type": model_type}
+    return shrunk(kind, put, tower)
+
+
+def _default(kind: Any, name: str) -> Any:
+    parameter = inspect.signature(kind.__init__).parameters.get(name)
+    if parameter is not None and parameter.default is not inspect.Parameter.empty:
+        return parameter.default
+    return getattr(kind, name, "unknown")
+
+
+def _fitted(config: dict[str, Any], tower: bool) -> dict[str, Any]:
+    """Lists by layer get the right length; layers of every kind that the model has stay where there is room."""
+    counts = (config.get(n) for n in ("num_hidden_layers", "n_layer", "num_layers"))
+    layers = next((count for count in counts if isinstance(count, int)), 0)
+    for name, value in list(config.items()):
+        by_layer = name in ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "block_types")
+        if by_layer and isinstance(value, list) and layers and len(value) != layers:
+            kinds = list(dict.fromkeys(value))
+            config[name] = (kinds + value[len(kinds) :] + kinds * layers)[:layers]
+        if name.endswith("_token_id") and isinstance(value, int) and value >= VOCABULARY and not tower:
+            config[name] = 9
+    return config
+
+
+CODE = '''\
+"""Config of a tiny model whose own config class exists only as code in a checkpoint."""
+
+from transformers import PretrainedConfig
+
+
+class GenericConfig(PretrainedConfig):
+    model_type = "{model_type}"
+{sub_configs}
+    def __init__(self, **kwargs):
+        for name, value in list(kwargs.items()):
+            if name.endswith("_config") and isinstance(value, dict) and name not in ("quantization_config",):
+                kwargs[name] = Inner(**value)
+            if name == "block_configs":
+                kwargs[name] = [Block({{n: Block(v) for n, v in block.items()}}) for block in value]
+        super().__init__(**kwargs)
+        for name, value in kwargs.items():
+            if not hasattr(self, name):
+                setattr(self, name, value)
+
+
+class Inner(GenericConfig):
+    pass
+
+
+class Block(dict):
+    """A dictionary whose entries are attributes too, and that is JSON all the same."""
+
+    __getattr__ = dict.__getitem__
+'''
+
+
+def write(folder: Path, made: Plan) -> None:
+    """Write the config, and its class where it needs one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = dict(made.config)
+    if made.code:
+        config["auto_map"] = {"AutoConfig": "configuration_tiny.GenericConfig"}
+        text = CODE.format(model_type=config["model_type"], sub_configs="")
+        (folder / "configuration_tiny.py").write_text(text)
+    (folder / "config.json").write_text(json.dumps(config, indent=1, default=str))

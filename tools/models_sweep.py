@@ -1,0 +1,201 @@
+"""Every decoder architecture in vLLM's registry, as a tiny model: extracted with the plugin, and checked.
+
+    python tools/models_sweep.py                                  # what evidence/models.json does not have yet
+    python tools/models_sweep.py --vllm 0.32.0 --arch JambaForCausalLM --again
+    python tools/models_sweep.py --summary                        # the coverage figures, nothing is run
+
+``tools/models_cell.py`` says what is checked. Results are kept after every architecture, so an interrupted sweep goes
+on where it stopped; one that hangs or takes its process down costs that one only.
+
+Statuses: *passed*; *differs* (the plugin's states are those that the engine computed, bit for bit, and the engine's
+differ from transformers'); *unproved* (extracted, but the model has no final norm that shows what the residual stream
+is); *refused* (the plugin says which and why); *failed*; *vllm cannot* (plain vLLM, without the plugin, does not run the
+model on this machine either); *not built* (no tiny config for it); *no decoder* (encoder-decoder, or no text decoder).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+EVIDENCE = ROOT / "evidence" / "models.json"
+VLLM = ("0.32.0", "0.16.0")
+SPECULATORS = "0.4.0.1"
+GOOD = ("passed", "differs", "unproved")
+#: Not what an EAGLE-3 head is trained for; they have no decoder-only text model.
+NO_DECODER = {
+    **dict.fromkeys(
+        (
+            "WhisperForConditionalGeneration",
+            "CohereASRForConditionalGeneration",
+            "CohereAsrForConditionalGeneration",
+            "NemotronParseForConditionalGeneration",
+            "FireRedASR2ForConditionalGeneration",
+            "T5ForConditionalGeneration",
+            "BartForConditionalGeneration",
+        ),
+        "encoder-decoder: the decoder's states depend on an encoder's input",
+    ),
+    "Terratorch": "no language model",
+    "PrithviGeoSpatialMAE": "no language model",
+}
+
+
+def interpreter(version: str) -> Path:
+    """The Python of the environment with this vLLM, made where it is not there yet."""
+    spec = importlib.util.spec_from_file_location("environments", ROOT / "tools" / "environments.py")
+    assert spec is not None
+    assert spec.loader is not None
+    environments = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(environments)
+    os.environ.setdefault("MODELS_SPECULATORS", str(environments.install_speculators(SPECULATORS)))
+    return Path(environments.make_vllm_env(version))
+
+
+def cell(python: Path, request: dict[str, Any]) -> Iterator[str]:
+    """Run ``models_cell.py`` with a request; yields its lines as they come."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "SPECULATORS_COMPAT"))}
+    environment = {
+        **kept,
+        "PYTHONPATH": os.environ["MODELS_SPECULATORS"],
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "SPECULATORS_COMPAT_WAY": "engine",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_MLA_DISABLE": "1",  # there is no MLA kernel for CPUs
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(request, file)
+        file.flush()
+        command = [str(python), str(ROOT / "tools" / "models_cell.py"), file.name]
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as process:
+            assert process.stdout is not None
+            try:
+                yield from process.stdout
+            finally:
+                process.terminate()
+
+
+def registered(python: Path, scratch: Path) -> dict[str, str]:
+    """Architecture to ``text`` or ``multimodal``."""
+    answer = scratch / "registry.json"
+    for _ in cell(python, {"list": True, "scratch": str(scratch), "answer": str(answer)}):
+        pass
+    found = json.loads(answer.read_text())
+    return {name: group for group, names in found.items() for name in names}
+
+
+def load() -> dict[str, Any]:
+    """The evidence so far."""
+    with contextlib.suppress(FileNotFoundError):
+        return dict(json.loads(EVIDENCE.read_text()))
+    return {}
+
+
+def save(evidence: dict[str, Any]) -> None:
+    """Write the evidence, one architecture a line."""
+    blocks = []
+    for version, block in evidence.items():
+        head = json.dumps({k: v for k, v in block.items() if k != "architectures"}, indent=1)[:-2]
+        lines = ",\n".join(
+            f"   {json.dumps(name)}: {json.dumps(found)}" for name, found in sorted(block["architectures"].items())
+        )
+        blocks.append(f'{json.dumps(version)}: {head},\n "architectures": {{\n{lines}\n }}\n}}')
+    EVIDENCE.parent.mkdir(exist_ok=True)
+    partial = EVIDENCE.with_suffix(".part")
+    partial.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
+    partial.rename(EVIDENCE)
+
+
+def coverage(block: dict[str, Any]) -> dict[str, Any]:
+    """How many of the architectures that this vLLM can load here are extracted."""
+    counts = Counter(found["status"] for found in block["architectures"].values())
+    loadable = sum(n for status, n in counts.items() if status in (*GOOD, "refused", "failed"))
+    good = sum(counts[status] for status in GOOD)
+    return {
+        "registered": block["registered"],
+        "loadable": loadable,
+        "extracted": good,
+        "share": round(good / loadable, 3) if loadable else None,
+        "against_transformers": sum("error" in f for f in block["architectures"].values()),
+        "statuses": dict(sorted(counts.items())),
+    }
+
+
+def sweep(version: str, wanted: list[str], again: bool, limit: float) -> None:
+    """All architectures of one vLLM that have no result yet."""
+    python = interpreter(version)
+    scratch = ROOT / ".envs" / "models" / version
+    scratch.mkdir(parents=True, exist_ok=True)
+    groups = registered(python, scratch)
+    evidence = load()
+    block = evidence.setdefault(version, {"architectures": {}})
+    block.update(
+        registered=len(groups),
+        platform=f"{platform.system()} {platform.machine()}, Python {sys.version.split()[0]}",
+        made_by="python tools/models_sweep.py",
+    )
+    done = block["architectures"]
+    for name in groups:
+        if name in NO_DECODER:
+            done[name] = {"status": "no decoder", "reason": NO_DECODER[name]}
+    todo = [n for n in groups if n not in NO_DECODER and (not wanted or n in wanted) and (again or n not in done)]
+    todo.sort(key=lambda name: groups[name] != "text")
+    request = {
+        "architectures": todo,
+        "scratch": str(scratch),
+        "answer": str(scratch / "answer.json"),
+        "limit": limit,
+    }
+    for line in cell(python, request):
+        name, _, text = line.partition(" ")
+        try:
+            found = json.loads(text)
+        except ValueError:
+            continue  # something that an import printed
+        done[name] = {"group": groups[name], **found}
+        evidence = {**load(), version: block}
+        block["coverage"] = coverage(block)
+        save(evidence)
+        print(version, name, found["status"], found.get("reason", ""), flush=True)
+    block["coverage"] = coverage(block)
+    save({**load(), version: block})
+
+
+def main() -> None:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", nargs="+", default=list(VLLM))
+    parser.add_argument("--arch", nargs="+", default=[], help="these architectures only")
+    parser.add_argument("--again", action="store_true", help="also those that have a result")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for one architecture")
+    parser.add_argument("--summary", action="store_true", help="print the coverage figures and run nothing")
+    options = parser.parse_args()
+    if not options.summary:
+        for version in options.vllm:
+            sweep(version, options.arch, options.again, options.limit)
+    for version, block in load().items():
+        print(version, json.dumps(coverage(block)))
+
+
+if __name__ == "__main__":
+    main()
