@@ -45,8 +45,9 @@ def test_kimi_shrunk() -> None:
     on_gpu = shrink(KIMI_CONFIG, tp=8, cpu=False)
     text = on_gpu.config["text_config"]
     assert "quantization_config" in text
-    assert text["num_attention_heads"] == 8
-    assert text["moe_intermediate_size"] % (8 * 32) == 0
+    assert text["num_attention_heads"] == 64  # what kernels for MLA know
+    assert text["moe_intermediate_size"] % (8 * 128) == 0
+    assert (text["n_routed_experts"], text["num_experts_per_tok"]) == (32, 8)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

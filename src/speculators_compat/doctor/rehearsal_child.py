@@ -122,7 +122,8 @@ class Rehearsal:
         ids, hidden = self.job["layer_ids"], self.job["hidden"]
         places = rpc(rehearsal_worker.install, args=(self.job["path"], self.job["layers"], hidden, ids))
         file = str(self.scratch / "witness.pt")
-        worst, where = 0.0, ""
+        worst = {"in the batch": 0.0, "alone": 0.0}
+        where: dict[str, str] = {}
         for i, (result, prompt) in enumerate(zip(self.results, self.prompts, strict=True)):
             (alone,) = self.generator.generate([list(prompt)])
             rpc(rehearsal_worker.take, args=(file,))
@@ -134,16 +135,20 @@ class Rehearsal:
                 for what, states in (("in the batch", result), ("alone", alone)):
                     got = states["hidden_states"][position].float()
                     error = min(_error(got, view) for view in views)
-                    if not error <= worst:
-                        worst, where = error, f"prompt {i} ({len(prompt)} tokens) {what}, after layer {k}"
+                    if not error <= worst[what]:
+                        worst[what] = error
+                        where[what] = f"prompt {i} ({len(prompt)} tokens) {what}, after layer {k}"
         exact = str(self.results[0]["hidden_states"][0].dtype) == "torch.float32"
-        allowed = 1e-4 if exact else 5e-2
-        if not worst <= allowed:
-            raise Wrong(
-                f"relative error {worst:.1e} against the independent capture, allowed {allowed:.0e}: {where}"
-            )
-        tokens = sum(len(prompt) for prompt in self.prompts)
-        return {"error_found": worst, "tokens": tokens, "place": places[0], "dtype": str(got.dtype)}
+        # Alone, both looked at the same pass. In the batch rounding differs, and with it the experts chosen; states of
+        # another row or layer differ by about 1.
+        allowed = {"alone": 1e-4 if exact else 2e-2, "in the batch": 1e-4 if exact else 0.3}
+        for what, error in worst.items():
+            if not error <= allowed[what]:
+                raise Wrong(
+                    f"relative error {error:.1e} against the independent capture, "
+                    f"allowed {allowed[what]:.0e}: {where[what]}"
+                )
+        return {"error_found": max(worst.values()), "place": places[0]}
 
     def _rpc(self) -> Any:
         generator = self.generator

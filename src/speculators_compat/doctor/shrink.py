@@ -72,8 +72,8 @@ def shrink(config: Mapping[str, Any], *, tp: int, cpu: bool) -> Plan:
         raise CannotShrink("config.json names no layer count or no hidden size")
     old_layers, old_hidden = facts.layers, facts.hidden_size
     layers = _layers(text, old_layers)
-    hidden = _attention(text, facts, tp)
-    _widths(text, facts, hidden, tp)
+    hidden = _attention(text, facts, tp, cpu)
+    _widths(text, facts, hidden, tp, cpu)
     for key in _LAYER_KEYS:
         if key in text:
             text[key] = layers
@@ -145,14 +145,17 @@ def _hashable(values: list[Any]) -> bool:
     return all(isinstance(value, (str, int, float, bool)) for value in values)
 
 
-def _attention(text: dict[str, Any], facts: ModelFacts, tp: int) -> int:
-    """Shrink the heads; returns the new hidden size."""
+def _attention(text: dict[str, Any], facts: ModelFacts, tp: int, cpu: bool) -> int:
+    """Shrink the heads; returns the new hidden size.
+
+    GPU kernels for MLA know certain numbers of heads, so these stay.
+    """
     heads, kv = facts.heads, facts.kv_heads
     if not heads:
         return max(256, 64 * tp)
     dim = facts.head_dim or 64
     if facts.is_mla:
-        count = max(4, tp)
+        count = max(4, tp) if cpu else heads
         _set(text, ("num_attention_heads", "n_head", "n_heads"), count)
         _set(text, ("num_key_value_heads",), count)
         return 256
@@ -165,9 +168,9 @@ def _attention(text: dict[str, Any], facts: ModelFacts, tp: int) -> int:
     return count * dim
 
 
-def _widths(text: dict[str, Any], facts: ModelFacts, hidden: int, tp: int) -> None:
+def _widths(text: dict[str, Any], facts: ModelFacts, hidden: int, tp: int, cpu: bool) -> None:
     _set(text, ("hidden_size", "n_embd", "d_model", "dim"), hidden)
-    unit = (facts.weight_block or 64) * tp
+    unit = max(facts.weight_block or 64, 64 if cpu else 128) * tp  # GPU kernels work in tiles of 128
     width = -(-2 * hidden // unit) * unit
     for key, value in list(text.items()):
         if not isinstance(value, int) or isinstance(value, bool):
@@ -186,9 +189,10 @@ def _widths(text: dict[str, Any], facts: ModelFacts, hidden: int, tp: int) -> No
         groups = text.get("n_group")
         groups = groups if isinstance(groups, int) and groups > 1 else 1
         top = next((text[key] for key in _TOP_KEYS if isinstance(text.get(key), int)), 2)
-        experts = max(8, 4 * groups if groups > 1 else 8, tp)
+        fewest = 8 if cpu else 32
+        experts = max(fewest, (4 if cpu else 8) * groups if groups > 1 else fewest, tp)
         _set(text, _EXPERT_KEYS, min(experts, facts.experts))
-        _set(text, _TOP_KEYS, min(top, 4, facts.experts))
+        _set(text, _TOP_KEYS, min(top, 4 if cpu else 8, facts.experts))
 
 
 def _set(config: dict[str, Any], keys: tuple[str, ...], value: int) -> None:
