@@ -12,7 +12,8 @@ import os
 def load() -> None:
     """Activate where the parent process did, else do nothing."""
     if os.environ.get("SPECULATORS_COMPAT_ACTIVE"):  # activation.MARKER
-        import speculators_compat
+        from speculators_compat import activate
+        from speculators_compat.settings import switched_off
 
-        if not speculators_compat.switched_off():
-            speculators_compat.activate()
+        if not switched_off():
+            activate()

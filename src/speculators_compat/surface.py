@@ -99,7 +99,8 @@ class SourceSurface:
         for candidate in (folder.joinpath(parts[-1] + ".py"), folder.joinpath(parts[-1]).joinpath("__init__.py")):
             if candidate.is_file():
                 try:
-                    return ast.parse(candidate.read_text(encoding="utf-8"))
+                    text: str = candidate.read_text(encoding="utf-8")
+                    return ast.parse(text)
                 except SyntaxError:
                     return None
         return None
