@@ -95,6 +95,29 @@ except Exception as error:
     assert "SC517 RuntimeError" in said
 
 
+def test_a_worker_that_dies_while_vllm_waits_for_it() -> None:
+    code = """
+watchdog.LOOK, watchdog.NOTICE = 0.1, 0.2
+generator.vital = [child.pid]
+try:
+    with watchdog.watching(generator, 0, "the test waits") as dog:
+        child.kill()
+        time.sleep(100)
+except Exception as error:
+    print(error)
+try:
+    with watchdog.watching(generator, 0, "the test waits") as dog:
+        raise RuntimeError("EngineDeadError")
+except Exception as error:
+    print(error.id, error.__cause__)
+"""
+    status, said, _ = run(code)
+    assert status == 0, said
+    assert "[SC518]" in said
+    assert "ended while the test waits" in said
+    assert "SC518 EngineDeadError" in said
+
+
 def test_progress_keeps_it_quiet() -> None:
     code = """
 with watchdog.watching(generator, 0.5, "first") as dog:
@@ -151,7 +174,8 @@ except KeyboardInterrupt:
     assert process.stdout.readline() == "cleaning up\n"
     if second:
         process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=30)[0]
+    said = process.stdout.read()
+    process.wait(30)
     if second:
         assert process.returncode == 130
         assert "stopped at once" in said

@@ -220,6 +220,13 @@ CATALOG: dict[str, ErrorInfo] = {
         "Run again: finished samples are kept. A slow start of a large model may need more time: "
         "SPECULATORS_COMPAT_WATCHDOG is in seconds, and the start is given four times as much.",
     ),
+    "SC518": ErrorInfo(
+        "A worker died",
+        "One of vLLM's processes ended in the middle of a run: killed by the system for want of memory, by a CUDA error, "
+        "or by hand. What vLLM raises then says little, and some releases wait for ever. The other workers were ended.\n"
+        "Look for its last words in the log above (dmesg shows kills for memory), and run again: finished samples are "
+        "kept.",
+    ),
     "SC601": ErrorInfo(
         "a line of the prepared data can't be used",
         "Each line is one JSON object with input_ids (a list of token ids, not empty, all inside the\n"

@@ -2,7 +2,8 @@
 
 While a generator starts or computes, a thread looks whether anything happens. If nothing does for the time set, the
 workers are killed, the call is interrupted, and it raises SC517 with the name of the stage. If even that does not end
-it, the process does. A second Ctrl-C ends the process at once, workers first.
+it, the process does. The same happens, as SC518, when a worker dies and vLLM waits for it all the same. A second Ctrl-C
+ends the process at once, workers first.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ START_FACTOR = 4.0
 SHUTDOWN = 120.0
 #: How long an interrupted call may take to end before the process is ended, in seconds.
 GRACE = 30.0
+#: How often is looked, in seconds; and how long vLLM may take to notice by itself that a worker died.
+LOOK, NOTICE = 2.0, 10.0
+#: In the name of every vLLM process that a run cannot do without.
+VITAL = b"VLLM::"
 #: Exit status of a run that the watchdog had to end by force.
 EXIT_HUNG = 70
 
@@ -64,11 +69,15 @@ class Watchdog:
         seconds: how long nothing may happen; 0 means that nobody watches.
         stage: what is being done, in words.
         workers: tells which processes to kill.
+        vital: processes without which the call cannot end.
     """
 
-    def __init__(self, seconds: float, stage: str, workers: Callable[[], list[int]]) -> None:
+    def __init__(
+        self, seconds: float, stage: str, workers: Callable[[], list[int]], vital: Iterable[int] = ()
+    ) -> None:
         self._seconds = seconds
         self._workers = workers
+        self._vital = tuple(vital)
         self._stage = stage
         self._since = time.monotonic()
         self._over = threading.Event()
@@ -81,7 +90,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Begin to watch."""
-        if self._seconds:
+        if self._seconds or self._vital:
             with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
                 threading.Thread(target=self._watch, name="speculators_compat watchdog", daemon=True).start()
 
@@ -89,21 +98,47 @@ class Watchdog:
         """The call is over."""
         self._over.set()
 
+    def dead(self) -> int | None:
+        """A vital process that has ended, if there is one."""
+        return next((pid for pid in self._vital if _zombie(pid)), None)
+
+    def worker_died(self, pid: int) -> CompatError:
+        """The error for that."""
+        return CompatError(
+            "SC518",
+            found=f"vLLM's process {pid} ended while {self._stage}",
+            expected="workers that live as long as the generator",
+            why="the call cannot be finished",
+            mend="look for its last words above (out of memory, a CUDA error, a kill), and run again: finished samples "
+            "are kept",
+        )
+
     def _watch(self) -> None:
         while True:
-            left = self._since + self._seconds - time.monotonic()
+            left = self._since + self._seconds - time.monotonic() if self._seconds else LOOK
             if left <= 0:
                 break
-            if self._over.wait(min(left, 5.0)):
+            if self._over.wait(min(left, LOOK)):
                 return
-        self.error = CompatError(
-            "SC517",
-            found=f"nothing happened for {self._seconds:.0f} s while {self._stage}",
-            expected="progress",
-            why="a worker hangs; it was ended, so that the device's memory is free",
-            mend="look for a worker's last words above, and run again: finished samples are kept. "
-            "SPECULATORS_COMPAT_WATCHDOG=SECONDS gives more time",
+            pid = self.dead()
+            if pid is not None:
+                if self._over.wait(NOTICE):
+                    return
+                self._strike(self.worker_died(pid))
+                return
+        self._strike(
+            CompatError(
+                "SC517",
+                found=f"nothing happened for {self._seconds:.0f} s while {self._stage}",
+                expected="progress",
+                why="a worker hangs; it was ended, so that the device's memory is free",
+                mend="look for a worker's last words above, and run again: finished samples are kept. "
+                "SPECULATORS_COMPAT_WATCHDOG=SECONDS gives more time",
+            )
         )
+
+    def _strike(self, error: CompatError) -> None:
+        self.error = error
         kill(self._workers())
         # The caller usually notices that its workers are gone; if not, it is interrupted; if that fails, ended.
         if self._over.wait(GRACE / 3):
@@ -111,18 +146,13 @@ class Watchdog:
         _interrupt(self._caller)
         if self._over.wait(GRACE * 2 / 3):
             return
-        _end(self.error.render(), EXIT_HUNG)
+        _end(error.render(), EXIT_HUNG)
 
 
 def workers_since(before: set[int]) -> list[int]:
     """Processes that were started below this one since then, without multiprocessing's own helper."""
-    found = []
-    for pid in descendants():
-        if pid not in before:
-            with contextlib.suppress(OSError):
-                if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    found.append(pid)
-    return found
+    new = [pid for pid in descendants() if pid not in before]
+    return [pid for pid in new if b"resource_tracker" not in _command(pid)]
 
 
 @contextlib.contextmanager
@@ -139,11 +169,13 @@ def starting(generator: Any, seconds: float) -> Iterator[None]:
         kill(workers_since(before))
         raise
     generator.workers = workers_since(before)
+    generator.vital = [pid for pid in generator.workers if VITAL in _command(pid)]
 
 
 def end_workers(generator: Any, patience: float = 5.0) -> None:
     """Kill what a generator has started and its own shutdown has not ended."""
     pids = generator.__dict__.pop("workers", ())
+    generator.__dict__.pop("vital", None)
     deadline = time.monotonic() + patience
     while left := [pid for pid in descendants() if pid in pids and not _zombie(pid)]:
         if time.monotonic() > deadline:
@@ -169,6 +201,13 @@ def clean_up(generator: Any, dog: Watchdog, abort: Callable[[], object]) -> None
         generator.shutdown()
 
 
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def _zombie(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"Z"
@@ -180,22 +219,27 @@ def _zombie(pid: int) -> bool:
 def watching(generator: Any, seconds: float, stage: str) -> Iterator[Watchdog]:
     """Watch a call of a generator."""
     pids = list(getattr(generator, "workers", ()))
-    with guarded(seconds, stage, lambda: [pid for pid in descendants() if pid in pids]) as dog:
+    vital = getattr(generator, "vital", ())
+    with guarded(seconds, stage, lambda: [pid for pid in descendants() if pid in pids], vital) as dog:
         yield dog
 
 
 @contextlib.contextmanager
-def guarded(seconds: float, stage: str, workers: Callable[[], list[int]]) -> Iterator[Watchdog]:
+def guarded(
+    seconds: float, stage: str, workers: Callable[[], list[int]], vital: Iterable[int] = ()
+) -> Iterator[Watchdog]:
     """Watch a block.
 
     Args:
         workers: tells which processes to kill if it hangs.
+        vital: processes without which it cannot end.
 
     Raises:
-        CompatError: SC517 instead of whatever the block raises once the watchdog has struck.
+        CompatError: SC517 or SC518 instead of whatever the block raises once the watchdog has struck, or because a
+            vital process has died.
     """
     global _interrupts
-    dog = Watchdog(seconds, stage, workers)
+    dog = Watchdog(seconds, stage, workers, vital)
     dog.start()
     with _second_interrupt_ends(dog):
         try:
@@ -203,6 +247,9 @@ def guarded(seconds: float, stage: str, workers: Callable[[], list[int]]) -> Ite
         except BaseException as error:
             if dog.error is not None:
                 raise dog.error from error
+            pid = dog.dead() if isinstance(error, Exception) else None
+            if pid is not None and getattr(error, "id", "SC512") == "SC512":
+                raise dog.worker_died(pid) from error
             raise
         else:
             if dog.error is not None:
