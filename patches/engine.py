@@ -13,28 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import inspect
+from collections.abc import Iterable
 from typing import Any
 
-from speculators_compat import settings
 from speculators_compat.adapter import GENERATOR_MODULE, Adapter, Context, Probe, State
-from speculators_compat.alignment import Verdict
-from speculators_compat.construction import Construction, constructing
 from speculators_compat.errors import InputError
-from speculators_compat.extraction import Session, not_ours, results
+from speculators_compat.extraction import Session
+from speculators_compat.generator import CLASS, Driver, install
 from speculators_compat.hookspecs import hookimpl
-from speculators_compat.prompts import (
-    check_layer_ids,
-    check_model,
-    check_prefix_caching,
-    check_prompts,
-    placeholder_tokens,
-)
+from speculators_compat.prompts import check_layer_ids, check_prefix_caching
 from speculators_compat.surface import Surface
-from speculators_compat.watchdog import SHUTDOWN, Watchdog, clean_up, end_workers, starting, watching
 from speculators_compat.worker import EXTENSION
 
-CLASS = "VllmHiddenStatesGenerator"
 #: What the generator sets itself, as speculators does.
 MAX_NUM_SEQS = 32
 MIN_MAX_BATCHED_TOKENS = 8192
@@ -79,31 +69,7 @@ class Engine(Adapter):
         return Probe(State.APPLIED, "drives vllm.LLM")
 
     def apply(self, context: Context) -> None:
-        owner, module = getattr(context.module, CLASS), context.module
-        signature = inspect.signature(owner.__init__)
-
-        def init(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            bound = signature.bind(instance, *args, **kwargs)
-            bound.apply_defaults()
-            vllm_args = settings.current().vllm_args
-            check_model(str(bound.arguments["model_path"]), vllm_args.get("load_format"))
-            construction = Construction(instance, dict(bound.arguments), vllm_args)
-            watched = starting(instance, settings.current().watchdog)
-            with watched, constructing(construction):
-                try:
-                    _start(instance, module, bound.arguments, vllm_args)
-                except BaseException:
-                    shutdown(instance)
-                    raise
-
-        def generate(self: Any, token_ids: Any) -> list[dict[str, Any]]:
-            with watching(self, settings.current().watchdog, "vLLM computes the first step") as dog:
-                return _generate(self, token_ids, dog)
-
-        generate.__doc__ = owner.generate.__doc__
-        context.journal.wrap(owner, "__init__", init, adapter=self.id)
-        for name, function in (("generate", generate), ("shutdown", shutdown), ("__del__", shutdown)):
-            context.journal.replace(owner, name, function, adapter=self.id)
+        install(context, self.id, _start)
 
 
 def _start(self: Any, module: Any, arguments: dict[str, Any], vllm_args: dict[str, Any]) -> None:
@@ -139,6 +105,7 @@ def _start(self: Any, module: Any, arguments: dict[str, Any], vllm_args: dict[st
         "worker_extension_cls": EXTENSION,
     }
     self.llm = LLM(**engine_args)
+    self.driver = _Engine(self.llm.llm_engine)
     self.vllm_config = self.llm.llm_engine.vllm_config
     self.session = Session(self.llm.llm_engine.collective_rpc, self.layer_ids)
 
@@ -169,58 +136,30 @@ def _check(vllm_args: dict[str, Any], known: set[str]) -> None:
         )
 
 
-def shutdown(self: Any) -> None:
-    """End the engine and free what it holds. Safe to call twice; the generator cannot be used afterwards."""
-    llm, session = self.__dict__.pop("llm", None), self.__dict__.pop("session", None)
-    try:
-        if llm is not None:
-            with watching(self, SHUTDOWN, "vLLM shuts down"):
-                llm.llm_engine.engine_core.shutdown()
-    finally:
-        end_workers(self)
-        if session is not None:
-            session.close()
+class _Engine(Driver):
+    """Steps vLLM's public engine."""
 
+    def __init__(self, engine: Any) -> None:
+        from vllm import SamplingParams
 
-def _generate(self: Any, token_ids: Any, dog: Watchdog) -> list[dict[str, Any]]:
-    from vllm import SamplingParams
+        self._engine = engine
+        self._params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 
-    session: Session | None = getattr(self, "session", None)
-    if session is None:
-        raise not_ours()
-    config, engine = self.vllm_config.model_config, self.llm.llm_engine
-    prompts = check_prompts(
-        token_ids,
-        vocab_size=config.get_vocab_size(),
-        max_tokens=config.max_model_len - 1,
-        placeholders=placeholder_tokens(config.hf_config),
-    )
-    ids = [f"req_{self._request_counter}_{index}" for index in range(len(prompts))]
-    self._request_counter += 1
-    states: dict[str, list[Any]] = {}
-    verdicts: dict[str, Verdict] = {}
-    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-    session.expect(ids)
-    try:
-        for id, prompt in zip(ids, prompts, strict=True):
-            engine.add_request(id, {"prompt_token_ids": prompt}, params)
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
-            dog.beat(f"vLLM computes a step ({len(states)} of {len(ids)} prompts done)")
-            for output in outputs:
-                if output.finished:
-                    id, token = output.request_id, next(iter(output.outputs[0].token_ids), None)
-                    states[id] = session.collect(id)
-                    verdicts[id] = session.prove(id, states[id], token)
-    except BaseException:
+    def add(self, id: str, prompt: list[int]) -> None:
+        self._engine.add_request(id, {"prompt_token_ids": prompt}, self._params)
 
-        def abort() -> None:
-            engine.abort_request([id for id in ids if id not in states])
-            session.reset()
+    def step(self) -> dict[str, int | None]:
+        finished = [output for output in self._engine.step() if output.finished]
+        return {output.request_id: next(iter(output.outputs[0].token_ids), None) for output in finished}
 
-        clean_up(self, dog, abort)
-        raise
-    return results(session, prompts, [states[id] for id in ids], [verdicts[id] for id in ids])
+    def flush(self) -> None:
+        """The engine tells its workers by itself."""
+
+    def abort(self, ids: Iterable[str]) -> None:
+        self._engine.abort_request(list(ids))
+
+    def end(self) -> None:
+        self._engine.engine_core.shutdown()
 
 
 @hookimpl

@@ -15,21 +15,15 @@ Retire when: no supported speculators has the class.
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Iterable
 from typing import Any
 
-from speculators_compat import settings
 from speculators_compat.adapter import GENERATOR_MODULE, Adapter, Context, Probe, State
-from speculators_compat.alignment import Verdict
-from speculators_compat.construction import Construction, constructing
 from speculators_compat.errors import CompatError
-from speculators_compat.extraction import Session, not_ours, results
+from speculators_compat.extraction import Session
+from speculators_compat.generator import CLASS, Driver, install
 from speculators_compat.hookspecs import hookimpl
-from speculators_compat.prompts import check_model, check_prompts, placeholder_tokens
 from speculators_compat.surface import Surface
-from speculators_compat.watchdog import SHUTDOWN, Watchdog, clean_up, end_workers, starting, watching
-
-CLASS = "VllmHiddenStatesGenerator"
 
 
 class Generation(Adapter):
@@ -61,119 +55,70 @@ class Generation(Adapter):
         return Probe(State.APPLIED, "replaces generate()")
 
     def apply(self, context: Context) -> None:
-        owner, module = getattr(context.module, CLASS), context.module
-        signature = inspect.signature(owner.__init__)
-
-        def init(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            bound = signature.bind(instance, *args, **kwargs)
-            bound.apply_defaults()
-            vllm_args = settings.current().vllm_args
-            check_model(str(bound.arguments["model_path"]), vllm_args.get("load_format"))
-            construction = Construction(instance, dict(bound.arguments), vllm_args)
-            watched = starting(instance, settings.current().watchdog)
-            with watched, constructing(construction):
-                try:
-                    wrapped(*args, **kwargs)
-                except BaseException:
-                    shutdown(instance)
-                    raise
+        module = context.module
 
         def setup_capture(self: Any) -> None:
+            self.driver = _Loop(self, module)
             self.session = Session(self.executor.collective_rpc, self.layer_ids)
 
-        def generate(self: Any, token_ids: Any) -> list[dict[str, Any]]:
-            with watching(self, settings.current().watchdog, "vLLM computes the first step") as dog:
-                return _generate(self, module, token_ids, dog)
-
-        generate.__doc__ = owner.generate.__doc__
-        context.journal.wrap(owner, "__init__", init, adapter=self.id)
-        for name, function in (("_setup_capture", setup_capture), ("generate", generate), ("shutdown", shutdown)):
-            context.journal.replace(owner, name, function, adapter=self.id)
+        install(context, self.id)
+        context.journal.replace(getattr(module, CLASS), "_setup_capture", setup_capture, adapter=self.id)
 
 
-def shutdown(self: Any) -> None:
-    """End the workers and free what they hold. Safe to call twice; the generator cannot be used afterwards."""
-    executor, session = self.__dict__.pop("executor", None), self.__dict__.pop("session", None)
-    try:
-        if executor is not None:
-            with watching(self, SHUTDOWN, "vLLM shuts down"):
-                executor.shutdown()
-    finally:
-        end_workers(self)
-        if session is not None:
-            session.close()
+class _Loop(Driver):
+    """Steps the generator's own scheduler and executor."""
 
+    def __init__(self, generator: Any, module: Any) -> None:
+        # Attributes are read when they are used: the scheduler is made after capture is set up.
+        self._attributes = generator.__dict__
+        self._module = module
 
-def _generate(self: Any, module: Any, token_ids: Any, dog: Watchdog) -> list[dict[str, Any]]:
-    session: Session | None = getattr(self, "session", None)
-    if session is None:
-        raise not_ours()
-    config = self.vllm_config.model_config
-    prompts = check_prompts(
-        token_ids,
-        vocab_size=config.get_vocab_size(),
-        max_tokens=config.max_model_len - 1,
-        placeholders=placeholder_tokens(config.hf_config),
-    )
-    ids = [f"req_{self._request_counter}_{index}" for index in range(len(prompts))]
-    self._request_counter += 1
-    # Only what this speculators passes itself: 0.3 has no block hasher, and needs none without prefix caching.
-    hasher = {"block_hasher": self.block_hasher} if hasattr(self, "block_hasher") else {}
-    states: dict[str, list[Any]] = {}
-    verdicts: dict[str, Verdict] = {}
-    session.expect(ids)
-    try:
-        for id, prompt in zip(ids, prompts, strict=True):
-            self.scheduler.add_request(
-                module.Request(
-                    request_id=id,
-                    prompt_token_ids=prompt,
-                    sampling_params=module.SamplingParams(max_tokens=1, temperature=0.0),
-                    pooling_params=None,
-                    eos_token_id=self.tokenizer.eos_token_id,
-                    arrival_time=0.0,
-                    **hasher,
-                )
+    def add(self, id: str, prompt: list[int]) -> None:
+        own = self._attributes
+        # Only what this speculators passes itself: 0.3 has no block hasher, and needs none without prefix caching.
+        hasher = {"block_hasher": own["block_hasher"]} if "block_hasher" in own else {}
+        own["scheduler"].add_request(
+            self._module.Request(
+                request_id=id,
+                prompt_token_ids=prompt,
+                sampling_params=self._module.SamplingParams(max_tokens=1, temperature=0.0),
+                pooling_params=None,
+                eos_token_id=own["tokenizer"].eos_token_id,
+                arrival_time=0.0,
+                **hasher,
             )
-        while len(states) < len(ids):
-            finished = _step(self)
-            dog.beat(f"vLLM computes a step ({len(states)} of {len(ids)} prompts done)")
-            for id, token in finished.items():
-                states[id] = session.collect(id)
-                verdicts[id] = session.prove(id, states[id], token)
-        _step(self, flush=True)
-    except BaseException:
-
-        def abort() -> None:
-            self.scheduler.finish_requests(ids, module.RequestStatus.FINISHED_ABORTED)
-            session.reset()
-
-        clean_up(self, dog, abort)
-        raise
-    return results(session, prompts, [states[id] for id in ids], [verdicts[id] for id in ids])
-
-
-def _step(self: Any, *, flush: bool = False) -> dict[str, int | None]:
-    """One step of vLLM's engine; returns the requests that it finished, with the token sampled for each.
-
-    Args:
-        flush: the step has nothing to compute, it only tells the workers which requests are over.
-    """
-    scheduled = self.scheduler.schedule()
-    if not scheduled.total_num_scheduled_tokens and not flush:
-        raise CompatError(
-            "SC510",
-            found="vLLM's scheduler schedules nothing although prompts are waiting",
-            expected="at least one token a step",
-            why="the call would never end",
-            mend="raise gpu_memory_utilization (or VLLM_CPU_KVCACHE_SPACE): the KV cache may be too small for one prompt",
         )
-    output = self.executor.execute_model(scheduled)
-    if output is None:  # sampling is a step of its own since vLLM 0.11.1
-        output = self.executor.sample_tokens(None)
-    updates = self.scheduler.update_from_output(scheduled, output)
-    finished = [out for engine in updates.values() for out in engine.outputs if out.finish_reason is not None]
-    return {out.request_id: next(iter(out.new_token_ids), None) for out in finished}
+
+    def step(self) -> dict[str, int | None]:
+        scheduled = self._attributes["scheduler"].schedule()
+        if not scheduled.total_num_scheduled_tokens:
+            raise CompatError(
+                "SC510",
+                found="vLLM's scheduler schedules nothing although prompts are waiting",
+                expected="at least one token a step",
+                why="the call would never end",
+                mend="raise gpu_memory_utilization (or VLLM_CPU_KVCACHE_SPACE): the KV cache may be too small for one "
+                "prompt",
+            )
+        return self._execute(scheduled)
+
+    def flush(self) -> None:
+        self._execute(self._attributes["scheduler"].schedule())
+
+    def abort(self, ids: Iterable[str]) -> None:
+        self._attributes["scheduler"].finish_requests(list(ids), self._module.RequestStatus.FINISHED_ABORTED)
+
+    def end(self) -> None:
+        self._attributes["executor"].shutdown()
+
+    def _execute(self, scheduled: Any) -> dict[str, int | None]:
+        executor = self._attributes["executor"]
+        output = executor.execute_model(scheduled)
+        if output is None:  # sampling is a step of its own since vLLM 0.11.1
+            output = executor.sample_tokens(None)
+        updates = self._attributes["scheduler"].update_from_output(scheduled, output)
+        finished = [out for engine in updates.values() for out in engine.outputs if out.finish_reason is not None]
+        return {out.request_id: next(iter(out.new_token_ids), None) for out in finished}
 
 
 @hookimpl

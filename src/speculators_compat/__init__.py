@@ -31,6 +31,7 @@ __all__ = [
     "deactivate",
     "hookimpl",
     "status",
+    "switched_off",
 ]
 
 

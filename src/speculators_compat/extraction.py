@@ -107,6 +107,13 @@ class Session:
         self._depot.close()
 
 
+def result(prompt: list[int], layers: list[Any]) -> dict[str, Any]:
+    """One prompt's result, in speculators' own form."""
+    import torch
+
+    return {"input_ids": torch.as_tensor(prompt, dtype=torch.long), "hidden_states": layers, "loss_mask": None}
+
+
 def results(
     session: Session, prompts: list[list[int]], states: list[list[Any]], verdicts: list[alignment.Verdict]
 ) -> list[dict[str, Any]]:
@@ -115,12 +122,7 @@ def results(
     Raises:
         UnprovedError: SC515 naming the prompts whose states are not their own, SC516 if that happens all the time.
     """
-    import torch
-
-    made: list[dict[str, Any]] = [
-        {"input_ids": torch.as_tensor(prompt, dtype=torch.long), "hidden_states": layers, "loss_mask": None}
-        for prompt, layers in zip(prompts, states, strict=True)
-    ]
+    made = [result(prompt, layers) for prompt, layers in zip(prompts, states, strict=True)]
     failed = {index: verdict.fault for index, verdict in enumerate(verdicts) if verdict.fault}
     if not failed:
         return made

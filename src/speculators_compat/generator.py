@@ -1,0 +1,148 @@
+"""What both ways of driving vLLM share: the constructor's frame, ``generate()`` and ``shutdown()`` of the patched class."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from . import settings
+from .adapter import Context
+from .alignment import Verdict
+from .construction import Construction, constructing
+from .extraction import Session, not_ours, result, results
+from .prompts import check_model, check_prompts, placeholder_tokens
+from .watchdog import SHUTDOWN, clean_up, end_workers, starting, watching
+
+CLASS = "VllmHiddenStatesGenerator"
+
+
+class Driver(ABC):
+    """How a generator has its prompts computed."""
+
+    @abstractmethod
+    def add(self, id: str, prompt: list[int]) -> None:
+        """Queue a prompt for one greedy token."""
+
+    @abstractmethod
+    def step(self) -> dict[str, int | None]:
+        """Compute one step; the requests it finished, with the token sampled for each."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """All requests are finished; tell the workers."""
+
+    @abstractmethod
+    def abort(self, ids: Iterable[str]) -> None:
+        """Forget requests."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End the workers."""
+
+
+def install(context: Context, adapter: str, constructor: Callable[..., None] | None = None) -> None:
+    """Put the shared methods on the generator's class.
+
+    Args:
+        constructor: called as ``constructor(generator, module, arguments, vllm_args)`` instead of speculators' own.
+            Either must leave ``driver``, ``session`` and ``vllm_config`` on the generator.
+    """
+    owner, module = getattr(context.module, CLASS), context.module
+    signature = inspect.signature(owner.__init__)
+
+    def init(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        bound = signature.bind(instance, *args, **kwargs)
+        bound.apply_defaults()
+        vllm_args = settings.current().vllm_args
+        check_model(str(bound.arguments["model_path"]), vllm_args.get("load_format"))
+        construction = Construction(instance, dict(bound.arguments), vllm_args)
+        with starting(instance, settings.current().watchdog), constructing(construction):
+            try:
+                if constructor is None:
+                    wrapped(*args, **kwargs)
+                else:
+                    constructor(instance, module, bound.arguments, vllm_args)
+            except BaseException:
+                shutdown(instance)
+                raise
+
+    context.journal.wrap(owner, "__init__", init, adapter=adapter)
+    for name, function in (("generate", generate), ("shutdown", shutdown), ("__del__", shutdown)):
+        context.journal.replace(owner, name, function, adapter=adapter)
+
+
+def generate(
+    self: Any, token_ids: Any, *, on_result: Callable[[int, dict[str, Any]], object] | None = None
+) -> list[dict[str, Any]]:
+    """Extract hidden states of prompts.
+
+    Args:
+        token_ids: a list of lists of token ids, or a 2-D tensor. Prompts longer than ``max_model_len - 1`` are cut.
+        on_result: called as ``on_result(index, result)`` as soon as a prompt's states are complete and verified, while
+            the engine computes the others. Results are then not kept, and the list returned is empty.
+
+    Returns:
+        In the order of the prompts: ``input_ids``, a long tensor of shape (tokens,); ``hidden_states``, for each layer id
+        a CPU tensor of shape (tokens, hidden size) in the model's dtype; ``loss_mask``, ``None``.
+
+    Raises:
+        CompatError: SC407 for a prompt that cannot be used; SC5xx if capture or proof failed.
+    """
+    session: Session | None = getattr(self, "session", None)
+    if session is None:
+        raise not_ours()
+    driver: Driver = self.driver
+    config = self.vllm_config.model_config
+    prompts = check_prompts(
+        token_ids,
+        vocab_size=config.get_vocab_size(),
+        max_tokens=config.max_model_len - 1,
+        placeholders=placeholder_tokens(config.hf_config),
+    )
+    index = {f"req_{self._request_counter}_{i}": i for i in range(len(prompts))}
+    self._request_counter += 1
+    states: list[list[Any]] = [[] for _ in prompts]
+    verdicts: list[Verdict] = [Verdict() for _ in prompts]
+    waiting = set(index)
+    session.expect(list(index))
+    with watching(self, settings.current().watchdog, "vLLM computes the first step") as dog:
+        try:
+            for id, i in index.items():
+                driver.add(id, prompts[i])
+            while waiting:
+                finished = driver.step()
+                dog.beat(f"vLLM computes a step ({len(index) - len(waiting)} of {len(index)} prompts done)")
+                for id, token in finished.items():
+                    i, layers = index[id], session.collect(id)
+                    verdicts[i] = session.prove(id, layers, token)
+                    if on_result is None:
+                        states[i] = layers
+                    elif not verdicts[i].fault:
+                        on_result(i, result(prompts[i], layers))
+                    waiting.discard(id)
+            driver.flush()
+        except BaseException:
+
+            def abort() -> None:
+                driver.abort(waiting)
+                session.reset()
+
+            clean_up(self, dog, abort)
+            raise
+    made = results(session, prompts, states, verdicts)
+    return made if on_result is None else []
+
+
+def shutdown(self: Any) -> None:
+    """End the workers and free what they hold. Safe to call twice; the generator cannot be used afterwards."""
+    driver, session = self.__dict__.pop("driver", None), self.__dict__.pop("session", None)
+    try:
+        if driver is not None:
+            with watching(self, SHUTDOWN, "vLLM shuts down"):
+                driver.end()
+    finally:
+        end_workers(self)
+        if session is not None:
+            session.close()
