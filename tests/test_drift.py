@@ -1,4 +1,4 @@
-"""A future vLLM that changes one thing: the change is absorbed, or refused with the adapter named. Never half patched."""
+"""A future vLLM that changes one thing: absorbed, or refused with the adapter named. Never half patched."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def run(site: Path, way: str, **variables: str) -> dict:
 
 
 def probes(site: Path) -> dict:
-    roots = {name: site for name in ("vllm", "speculators", "transformers", "torch")}
+    roots = dict.fromkeys(("vllm", "speculators", "transformers", "torch"), site)
     return stubs.probes(stubs.SourceSurface(roots))
 
 

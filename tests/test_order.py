@@ -21,6 +21,7 @@ from speculators_compat.adapter import GENERATOR_MODULE
 TOOLS = f"""
 import importlib, json, os, sys, types, warnings
 GENERATOR = {GENERATOR_MODULE!r}
+PACKAGES = ("vllm", "speculators", "transformers", "torch")
 def show(**answer):
     print("ANSWER" + json.dumps(answer))
 def ours(value):
@@ -35,7 +36,7 @@ def names():
 def snapshot():
     taken = {{}}
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in ("vllm", "speculators", "transformers", "torch") and isinstance(module, types.ModuleType):
+        if name.partition(".")[0] in PACKAGES and isinstance(module, types.ModuleType):
             taken[name] = dict(vars(module))
             for key, value in list(vars(module).items()):
                 if isinstance(value, type) and value.__module__ == name:
@@ -91,7 +92,9 @@ ORDERS = {
     "plugin after vllm": "import vllm.config, speculators_compat; importlib.import_module(GENERATOR)",
     "plugin after speculators": "import speculators, speculators_compat; importlib.import_module(GENERATOR)",
     "plugin last": "importlib.import_module(GENERATOR); import speculators_compat",
-    "plugin last, class taken before": f"from {GENERATOR_MODULE} import VllmHiddenStatesGenerator; import speculators_compat",
+    "plugin last, class taken before": (
+        f"from {GENERATOR_MODULE} import VllmHiddenStatesGenerator; import speculators_compat"
+    ),
     "activated twice": "import speculators_compat; importlib.import_module(GENERATOR); speculators_compat.activate()",
     "activated by hand": (
         "os.environ['SPECULATORS_COMPAT'] = '0'; import speculators_compat; del os.environ['SPECULATORS_COMPAT'];"
@@ -150,8 +153,10 @@ marked = dict(os.environ) != environment
 speculators_compat.deactivate()
 status = speculators_compat.status()
 speculators_compat.deactivate()
-show(during=during, after=differences(before, snapshot()), marked=marked, environment=dict(os.environ) == environment,
-     refusers=[str(f) for f in sys.meta_path if "Refuser" in str(f)], changes=list(status.changes), active=status.active,
+after = differences(before, snapshot())
+show(during=during, after=after, marked=marked, environment=dict(os.environ) == environment,
+     refusers=[str(f) for f in sys.meta_path if "Refuser" in str(f)],
+     changes=list(status.changes), active=status.active,
      states=sorted({str(a.state) for a in status.adapters}))
 """
     found = on_stubs(site, code, SPECULATORS_COMPAT_WAY=way)
@@ -345,7 +350,8 @@ kept = module.VllmHiddenStatesGenerator
 old = kept.__new__(kept)  # as one that was made before activation: its constructor was the released one
 del os.environ["SPECULATORS_COMPAT"]
 speculators_compat.activate()
-first, states = list(speculators_compat.status().changes), {a.id: str(a.state) for a in speculators_compat.status().adapters}
+first = list(speculators_compat.status().changes)
+states = {a.id: str(a.state) for a in speculators_compat.status().adapters}
 speculators_compat.activate()
 twice = list(speculators_compat.status().changes) == first
 during = differences(before, snapshot())

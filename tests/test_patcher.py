@@ -122,12 +122,17 @@ def test_a_group_is_all_or_nothing(module: types.ModuleType) -> None:
     journal = Journal()
     with journal:
         journal.replace(module, "kept", 1, adapter="x")
-    with pytest.raises(ZeroDivisionError), journal:
-        journal.replace(module, "function", 1, adapter="x")
+
+    def group() -> None:
         with journal:
-            journal.replace(module, "inner", 1, adapter="x")
-        journal.set_env("SC_TEST_VARIABLE", "1", adapter="x")
-        1 / 0  # noqa: B018
+            journal.replace(module, "function", 1, adapter="x")
+            with journal:
+                journal.replace(module, "inner", 1, adapter="x")
+            journal.set_env("SC_TEST_VARIABLE", "1", adapter="x")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        group()
     assert module.kept == 1
     assert module.function is add
     assert not hasattr(module, "inner")

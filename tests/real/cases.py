@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-
 from vllm_env import ROOT, SPECULATORS, VLLM, VllmEnv
 
 RUNNER = Path(__file__).parent / "runner.py"
@@ -62,10 +61,13 @@ def jobs(speculators: str, way: str) -> list[dict[str, Any]]:
         "tensor_input": True,
         "too_long": True,
     }
-    # These start vLLM's processes as vLLM itself does on a CPU, so that the workers import everything anew.
-    runs.append({"id": "rough", "start": "spawn", "kind": "llama", "tp": 1, **SCHEDULES["plain"], **rough})
+    # A "spawned" run starts vLLM's processes as vLLM itself does on a CPU, so that the workers import everything anew.
+    runs.append({"id": "rough", "kind": "llama", "tp": 1, **SCHEDULES["plain"], **rough})
     if speculators == SPECULATORS[-1]:
+        runs[-1]["start"] = "spawn"
         runs.append({"id": "spawned", "start": "spawn", "kind": "kimi_k25", "tp": 2, **SCHEDULES["chunked"]})
+    elif way == "in-process":
+        runs.append({"id": "spawned", "start": "spawn", "kind": "llama", "tp": 1, **SCHEDULES["plain"]})
     return runs
 
 
@@ -115,7 +117,7 @@ def write_evidence(env: VllmEnv, answers: dict[tuple[str, str], dict[str, Any]])
                     }
                 )
     head = {
-        "what": "states extracted by real vLLM on tiny models, against a float32 transformers forward of the same weights",
+        "what": "states that real vLLM gave, against a float32 transformers forward of the same tiny weights",
         "made by": "UPDATE_EVIDENCE=1 make test ARGS=tests/real",
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "platform": f"{platform.system()} {platform.machine()}, Python {sys.version.split()[0]}",

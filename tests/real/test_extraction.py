@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
 from cases import BAD_PROMPTS, BAD_STARTS, KINDS, SCHEDULES, WAYS
 from vllm_env import SPECULATORS
 
@@ -79,9 +78,12 @@ def test_kimi_in_bf16(extracted: Extracted, speculators: str, way: str) -> None:
     assert 1e-3 < found["median_token"] < 1e-2
 
 
-def test_spawned_workers(extracted: Extracted, way: str) -> None:
-    """vLLM's workers start from nothing here: they have the plugin only through its entry point."""
-    run = run_of(extracted, SPECULATORS[-1], way, "spawned")
+@pytest.mark.parametrize(
+    ("speculators", "way"), [*((release, "in-process") for release in SPECULATORS), (SPECULATORS[-1], "engine")]
+)
+def test_spawned_workers(extracted: Extracted, speculators: str, way: str) -> None:
+    """vLLM's workers start from nothing here, as they do for users."""
+    run = run_of(extracted, speculators, way, "spawned")
     assert max(batch["largest"] for batch in run["batches"].values()) <= EXACT
 
 
