@@ -16,9 +16,9 @@ env:
 	$(PYTHON) tools/environments.py vllm $(VLLM)
 	$(PYTHON) tools/environments.py speculators $(SPECULATORS)
 
-# ARGS="-k order" and the like are passed on to pytest.
+# ARGS="-k order" and the like go to the second pytest.
 test: env
-	PYTHONPATH=.envs/speculators/0.4.0.1 $(ENV) -m pytest -q $(TORCH_TESTS) $(ARGS)
+	PYTHONPATH=.envs/speculators/0.4.0.1 $(ENV) -m pytest -q $(TORCH_TESTS)
 	$(DEV) -m pytest -q $(TORCH_TESTS:%=--ignore=%) $(ARGS)
 
 lint:

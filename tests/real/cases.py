@@ -118,7 +118,7 @@ def write_evidence(env: VllmEnv, answers: dict[tuple[str, str], dict[str, Any]])
                 )
     head = {
         "what": "states that real vLLM gave, against a float32 transformers forward of the same tiny weights",
-        "made by": "UPDATE_EVIDENCE=1 make test ARGS=tests/real",
+        "made by": "UPDATE_EVIDENCE=1 .envs/dev/bin/python -m pytest tests/real/test_extraction.py",
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "platform": f"{platform.system()} {platform.machine()}, Python {sys.version.split()[0]}",
         "versions": versions,
