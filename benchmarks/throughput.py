@@ -2,12 +2,11 @@
 
 usage: python benchmarks/throughput.py SHAPE [--peers plain plugin ...] [--batches 8 64] [--rounds 3] [--out FILE.json]
 
-Shapes have real dimensions and random weights. Engines that fit are resident together and take turns, so the ratios hold
-when the machine's speed drifts. Every peer computes the same prompts; what it must deliver is said beside it:
+Shapes have real dimensions and random weights. Engines that fit are resident together and take turns, so the ratios
+hold when the machine's speed drifts. Every peer computes the same prompts; what it must deliver is said beside it:
 
 plain         vLLM's LLM.generate(max_tokens=1): prefill alone, nothing captured
 plugin        VllmHiddenStatesGenerator with speculators-compat: all states in host memory, verified
-plugin+files  the same, each sample written to a memory file system as the trainer's .pt file
 vllm          vLLM's own extract_hidden_states: all states in files on a memory file system
 transformers  a transformers forward pass with output_hidden_states: the same layers in host memory
 released      speculators' generator as released, with only the names mended that stop it from starting
@@ -74,9 +73,6 @@ class Peer:
 
     def run(self, prompts: list[list[int]]) -> None:
         raise NotImplementedError
-
-    def finish(self) -> None:
-        """Wait for what is still being delivered."""
 
     def close(self) -> None:
         """Free the device."""
@@ -200,43 +196,6 @@ class Released(Plugin):
         self.generator.executor.shutdown()
 
 
-class PluginFiles(Peer):
-    """Shares the plugin's engine; files are written while the next batch is computed."""
-
-    def __init__(self, folder: Path, config: dict[str, Any], options: argparse.Namespace) -> None:
-        from concurrent.futures import ThreadPoolExecutor
-
-        import torch
-
-        self.plugin: Plugin = options.shared["plugin"]
-        self.out = Path(tempfile.mkdtemp(dir=MEMORY))
-        self.pool = ThreadPoolExecutor(3)
-        torch.serialization.set_crc32_options(False)
-        self.waiting: list[Any] = []
-
-    def write(self, index: int, result: dict[str, Any]) -> None:
-        import torch
-
-        path = self.out / f"data_{index}.pt"
-        torch.save(result, str(path) + ".tmp")
-        os.replace(str(path) + ".tmp", path)
-
-    def run(self, prompts: list[list[int]]) -> None:
-        results = self.plugin.generator.generate(prompts)
-        for future in self.waiting:
-            future.result()
-        self.waiting = [self.pool.submit(self.write, i, r) for i, r in enumerate(results)]
-
-    def finish(self) -> None:
-        for future in self.waiting:
-            future.result()
-        self.waiting = []
-
-    def close(self) -> None:
-        self.finish()
-        shutil.rmtree(self.out, ignore_errors=True)
-
-
 class Transformers(Peer):
     batch = 8
 
@@ -270,8 +229,7 @@ class Transformers(Peer):
 
 
 PEERS: dict[str, type[Peer]] = {
-    "plain": Plain, "plugin": Plugin, "vllm": VllmOwn, "plugin+files": PluginFiles,
-    "transformers": Transformers, "released": Released,
+    "plain": Plain, "plugin": Plugin, "vllm": VllmOwn, "transformers": Transformers, "released": Released,
 }  # fmt: skip
 #: Not resident together with others: they take the whole device, or change the process.
 ALONE = ("transformers", "released")
@@ -291,7 +249,6 @@ def measure(peer: Peer, prompts: list[list[int]], batch: int) -> float:
     start = time.perf_counter()
     for first in range(0, len(prompts), batch):
         peer.run(prompts[first : first + batch])
-    peer.finish()
     return sum(map(len, prompts)) / (time.perf_counter() - start)
 
 
@@ -306,7 +263,6 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.28, help="gpu_memory_utilization of each resident engine")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    options.shared = {}
     config = SHAPES[options.shape]
     rng = random.Random(0)
     prompts = [
@@ -316,25 +272,28 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         make_model(options.shape, Path(folder))
         together = [name for name in options.peers if name not in ALONE]
+        peers = {}
         for name in together:
-            options.shared[name] = PEERS[name](Path(folder), config, options)
-            stack.callback(options.shared[name].close)
+            peers[name] = PEERS[name](Path(folder), config, options)
+            stack.callback(peers[name].close)
         for batch in options.batches:
             for name in together:
-                options.shared[name].run(prompts[:batch])  # warm up
-                options.shared[name].run(prompts[:batch])
-            for _ in range(options.rounds):
-                for name in together:
-                    figures[name].setdefault(str(batch), []).append(measure(options.shared[name], prompts, batch))
+                # Twice: the caller holds one batch's results while the next is computed.
+                for _ in range(2):
+                    peers[name].run(prompts[:batch])
+            for number in range(options.rounds):
+                # In turn forwards and backwards, so that a drift of the machine favours nobody.
+                for name in together if number % 2 == 0 else together[::-1]:
+                    figures[name].setdefault(str(batch), []).append(measure(peers[name], prompts, batch))
                 print({n: {b: round(v[-1]) for b, v in f.items()} for n, f in figures.items() if f}, flush=True)
         stack.close()
         for name in (n for n in options.peers if n in ALONE):
             try:
-                peer = PEERS[name](Path(folder), config, options)
+                alone = PEERS[name](Path(folder), config, options)
                 for batch in options.batches:
-                    peer.run(prompts[:batch])
-                    figures[name][str(batch)] = [measure(peer, prompts, batch)]
-                peer.close()
+                    alone.run(prompts[:batch])
+                    figures[name][str(batch)] = [measure(alone, prompts, batch)]
+                alone.close()
             except Exception as error:  # a peer that cannot run is a result too
                 print(f"{name}: {type(error).__name__}: {error}", flush=True)
     report(options, figures)
@@ -352,8 +311,9 @@ def report(options: argparse.Namespace, figures: dict[str, dict[str, list[float]
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    asked = [options.shape, "--peers", *options.peers, "--rounds", options.rounds, "--memory", options.memory]
     data = {
-        "command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"), "device": device,
+        "command": f"python benchmarks/throughput.py {' '.join(map(str, asked))}", "date": time.strftime("%Y-%m-%d"), "device": device,
         "shape": options.shape, "prompts": options.prompts, "tokens": options.tokens, "versions": versions,
         "tokens_per_second": figures,
     }  # fmt: skip

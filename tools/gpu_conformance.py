@@ -2,8 +2,8 @@
 
 usage: python tools/gpu_conformance.py MODEL [DTYPE]      prints one line "CONFORMANCE {json}"
 
-MODEL is a tiny model with real weights (llama, mistral; their heads are too small for MLA's kernels), or a shape of benchmarks/throughput.py
-with dummy weights (kimi-k2.5-layers: the real attention dimensions, so the real MLA kernels run).
+MODEL is a tiny model with real weights (llama, mistral; the others' heads are too small for MLA's kernels), or a shape of
+benchmarks/throughput.py with dummy weights (kimi-k2.5-layers: the real dimensions, so the real MLA kernels run).
 
 The independent capture is written anew here: hooks on every decoder layer, found by name, that keep what the layers
 returned and the positions they were given; prompts are told apart by their lengths. Nothing of the plugin's capture,
@@ -13,6 +13,7 @@ hand-over or ordering is used, and the same forward passes are seen, so the two 
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import random
@@ -71,16 +72,17 @@ def by_length(record: list[Any], layer_ids: list[int]) -> dict[int, list[Any]]:
             if number != layer:
                 continue
             starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
-            for begin, end in zip(starts, starts[1:], strict=False):
+            for begin, end in itertools.pairwise(starts):
                 found.setdefault(end - begin, [None] * len(layer_ids))[place] = state[begin:end]
     return found
 
 
 def main() -> None:
     name, dtype = sys.argv[1], (sys.argv[2:] or ["float32"])[0]
-    import speculators_compat
     import throughput
     import torch
+
+    import speculators_compat
 
     shape = throughput.SHAPES.get(name)
     vllm_args: dict[str, Any] = {"dtype": dtype} | ({"load_format": "dummy"} if shape else {})
