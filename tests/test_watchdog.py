@@ -53,9 +53,16 @@ def test_a_call_that_hangs_is_interrupted_and_its_workers_are_killed() -> None:
     assert not lives(child)
 
 
+def test_a_job_in_the_background_is_interrupted_too() -> None:
+    status, said, child = run("signal.signal(signal.SIGINT, signal.SIG_IGN)\nhang(lambda: time.sleep(100))")
+    assert status == 1
+    assert "[SC517]" in said
+    assert not lives(child)
+
+
 def test_a_call_that_cannot_be_interrupted_ends_the_process() -> None:
     code = """
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, watchdog.INTERRUPT])
 hang(lambda: time.sleep(100))
 """
     status, said, child = run(code)

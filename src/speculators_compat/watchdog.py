@@ -31,6 +31,8 @@ SHUTDOWN = 120.0
 GRACE = 30.0
 #: How often is looked, in seconds; and how long vLLM may take to notice by itself that a worker died.
 LOOK, NOTICE = 2.0, 10.0
+#: By which the watchdog interrupts the main thread.
+INTERRUPT = signal.SIGRTMAX - 2
 #: In the name of every vLLM process that a run cannot do without.
 VITAL = b"VLLM::"
 #: Exit status of a run that the watchdog had to end by force.
@@ -124,7 +126,7 @@ class Watchdog:
             if pid is not None:
                 if self._over.wait(NOTICE):
                     return
-                self._strike(self.worker_died(pid))
+                self._strike(self.worker_died(pid), patience=1.0)
                 return
         self._strike(
             CompatError(
@@ -137,11 +139,11 @@ class Watchdog:
             )
         )
 
-    def _strike(self, error: CompatError) -> None:
+    def _strike(self, error: CompatError, patience: float = GRACE / 3) -> None:
         self.error = error
         kill(self._workers())
         # The caller usually notices that its workers are gone; if not, it is interrupted; if that fails, ended.
-        if self._over.wait(GRACE / 3):
+        if self._over.wait(patience):
             return
         _interrupt(self._caller)
         if self._over.wait(GRACE * 2 / 3):
@@ -261,32 +263,47 @@ def guarded(
 
 @contextlib.contextmanager
 def _second_interrupt_ends(dog: Watchdog) -> Iterator[None]:
-    """The first Ctrl-C raises KeyboardInterrupt as always; a second one, while that is being dealt with, ends all."""
-    former: Any = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or former is not signal.default_int_handler:
-        yield  # somebody else's handler stays, and other threads cannot set one
+    """The first Ctrl-C raises KeyboardInterrupt as always; a second one, while that is being dealt with, ends all.
+
+    Ctrl-C may be somebody else's, or ignored (jobs that a shell starts in the background), so the watchdog interrupts the
+    main thread by a signal of its own.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread can set handlers
         return
 
-    def handler(number: int, frame: Any) -> None:
+    def interrupted(number: int, frame: Any) -> None:
         global _interrupts
-        if dog.error is None:
+        if number == signal.SIGINT and dog.error is None:
             _interrupts += 1
             if _interrupts > 1:
                 kill(dog._workers())
                 _end("stopped at once; run again to resume", 130)
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, handler)
+    with _handler(INTERRUPT, signal.SIG_DFL, interrupted), _handler(
+        signal.SIGINT, signal.default_int_handler, interrupted
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _handler(number: int, expected: Any, handler: Any) -> Iterator[None]:
+    """Set a signal's handler for a while, where nobody else has set one."""
+    if signal.getsignal(number) is not expected and signal.getsignal(number) != expected:
+        yield
+        return
+    signal.signal(number, handler)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is handler:
-            signal.signal(signal.SIGINT, former)
+        if signal.getsignal(number) is handler:
+            signal.signal(number, expected)
 
 
 def _interrupt(thread: int) -> None:
-    if thread == threading.main_thread().ident:
-        signal.pthread_kill(thread, signal.SIGINT)
+    if thread == threading.main_thread().ident and callable(signal.getsignal(INTERRUPT)):
+        signal.pthread_kill(thread, INTERRUPT)
     else:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(KeyboardInterrupt))
 
