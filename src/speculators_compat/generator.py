@@ -140,7 +140,7 @@ def shutdown(self: Any) -> None:
     driver, session = self.__dict__.pop("driver", None), self.__dict__.pop("session", None)
     try:
         if driver is not None:
-            with watching(self, SHUTDOWN, "vLLM shuts down"):
+            with watching(self, SHUTDOWN, "vLLM shuts down", ending=True):
                 driver.end()
     finally:
         end_workers(self)

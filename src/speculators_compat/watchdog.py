@@ -218,10 +218,14 @@ def _zombie(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def watching(generator: Any, seconds: float, stage: str) -> Iterator[Watchdog]:
-    """Watch a call of a generator."""
+def watching(generator: Any, seconds: float, stage: str, *, ending: bool = False) -> Iterator[Watchdog]:
+    """Watch a call of a generator.
+
+    Args:
+        ending: its processes are expected to end.
+    """
     pids = list(getattr(generator, "workers", ()))
-    vital = getattr(generator, "vital", ())
+    vital = () if ending else getattr(generator, "vital", ())
     with guarded(seconds, stage, lambda: [pid for pid in descendants() if pid in pids], vital) as dog:
         yield dog
 
