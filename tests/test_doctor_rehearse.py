@@ -136,7 +136,12 @@ def job(tmp_path: Path, **options: Any) -> tuple[rehearse.Job, dict[str, Any]]:
 def test_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_MLA_DISABLE", raising=False)
     found, content = job(tmp_path, layer_ids=(2, 30, 60), vllm_args={"max_num_seqs": 8, "dtype": "bfloat16"})
-    assert content["vllm_args"] == {"max_num_seqs": 8, "dtype": "float32", "load_format": "dummy"}
+    assert content["vllm_args"] == {
+        "max_num_seqs": 8,
+        "dtype": "float32",
+        "load_format": "dummy",
+        "compilation_config": {"custom_ops": ["none"]},
+    }
     assert content["layer_ids"] == [0, 1, 3] or content["layer_ids"] == [0, 2, 3]
     assert (content["layers"], content["hidden"], content["path"]) == (4, 256, "language_model.model.layers")
     tokens = content["token_ids"]

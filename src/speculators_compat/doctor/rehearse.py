@@ -113,6 +113,8 @@ def prepare(context: Context, folder: Path) -> Job:
     vllm_args = {**options.vllm_args, "load_format": "dummy"}
     if cpu:
         vllm_args["dtype"] = "float32"
+        # Some of vLLM's CPU kernels are wrong on hosts without AVX-512: a prompt's states depend on its batch.
+        vllm_args.setdefault("compilation_config", {"custom_ops": ["none"]})
         vllm_args.pop("quantization", None)
     for one_copy in ("pipeline_parallel_size", "data_parallel_size", "kv_cache_memory_bytes"):
         vllm_args.pop(one_copy, None)
