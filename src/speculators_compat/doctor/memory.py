@@ -159,7 +159,9 @@ def fits(context: Context) -> Outcome:
     weights: float | None
     try:
         weights = context.weight_bytes / (options.tp * options.pp)
-    except Unavailable:
+    except Unavailable as reason:
+        if context.on_cpu:
+            return skipped(f"not compared with the host's memory: {reason}")
         weights = None
     activations = _activations(context)
     per_token = _kv_bytes(context)
@@ -171,7 +173,7 @@ def fits(context: Context) -> Outcome:
     ]
     numbers = "a GPU: " + ", ".join(parts)
     if context.on_cpu:
-        return _fits_host(context, weights, capture, per_token)
+        return _fits_host(context, weights or 0, per_token)
     try:
         found = context.gpus[: options.tp * options.pp]
     except Unavailable as reason:
@@ -208,10 +210,8 @@ def fits(context: Context) -> Outcome:
     return ok(numbers)
 
 
-def _fits_host(context: Context, weights: float | None, capture: float, per_token: float) -> Outcome:
+def _fits_host(context: Context, weights: float, per_token: float) -> Outcome:
     """On a CPU everything is host memory; each rank has its share of the weights there."""
-    if weights is None:
-        return skipped("the weights are not here, so the run will be elsewhere")
     available = mem_available()
     setting = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
     kv = float(setting) * 2**30 if setting.replace(".", "", 1).isdigit() else 4 * 2**30
