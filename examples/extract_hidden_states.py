@@ -137,7 +137,8 @@ def extract(args: argparse.Namespace) -> int:
         finally:
             if progress is not None:
                 progress.close()
-            writer.note(alignment=manifest.alignment_report(generator), **tally.facts())
+            proved = manifest.alignment_report(generator, writer.noted("alignment"))
+            writer.note(alignment=proved, **tally.facts())
             # The plugin gives the generator a shutdown() that ends its worker processes.
             if (shutdown := getattr(generator, "shutdown", None)) is not None:
                 shutdown()

@@ -594,3 +594,24 @@ def test_the_trainer_reads_it(tmp_path: Path) -> None:
     assert item["loss_mask"].tolist() == [1, 1, 1]
     assert torch.equal(item["hidden_states"], torch.cat(states[:3], dim=-1)[:-1])
     assert torch.equal(item["verifier_last_hidden_states"], states[3][1:])
+
+
+def test_proofs_add_up_over_resumed_runs() -> None:
+    from types import SimpleNamespace
+
+    from speculators_compat import manifest
+    from speculators_compat.alignment import Report, Verdict
+
+    report = Report()
+    for verdict in (Verdict(), Verdict(), Verdict(skipped="why"), Verdict(fault="x", cause="order")):
+        report.count(verdict)
+    generator = SimpleNamespace(session=SimpleNamespace(alignment=report))
+    first = manifest.alignment_report(generator)
+    assert first == {"proved": 2, "not_proved": {"why": 1}, "failed": {"order": 1}}
+    assert manifest.alignment_report(None, first) == first
+    assert manifest.alignment_report(None) is None
+    assert manifest.alignment_report(generator, first) == {
+        "proved": 4,
+        "not_proved": {"why": 2},
+        "failed": {"order": 2},
+    }

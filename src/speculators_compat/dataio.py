@@ -678,6 +678,10 @@ class SampleWriter:
         self.note(**facts)
         self._write_manifest(complete=False)
 
+    def noted(self, name: str) -> Any:
+        """What the manifest has under a name."""
+        return self._recorded.get(name)
+
     def note(self, **facts: Any) -> None:
         """The same, but written only with the manifest's next version."""
         self._recorded.update(json.loads(json.dumps(facts, default=str)))

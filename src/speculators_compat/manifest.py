@@ -123,7 +123,19 @@ def describe_run(generator: Any, **more: Any) -> dict[str, Any]:
     return json.loads(json.dumps(facts, default=str))  # type: ignore[no-any-return]
 
 
-def alignment_report(generator: Any) -> dict[str, Any] | None:
-    """How many samples of this run were proved to belong to their prompts."""
+def alignment_report(generator: Any, former: Any = None) -> dict[str, Any] | None:
+    """How many samples were proved to belong to their prompts, in this run and in the ones that it resumes.
+
+    Args:
+        former: the manifest's entry so far; the answer where no generator was needed.
+    """
     session = getattr(generator, "session", None)
-    return session.alignment.to_dict() if session is not None else None
+    if session is None:
+        return former if isinstance(former, dict) else None
+    report: dict[str, Any] = session.alignment.to_dict()
+    if isinstance(former, dict):
+        report["proved"] += former.get("proved", 0)
+        for part in ("not_proved", "failed"):
+            for reason, count in former.get(part, {}).items():
+                report[part][reason] = report[part].get(reason, 0) + count
+    return report
