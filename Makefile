@@ -7,7 +7,7 @@ DEV := .envs/dev/bin/python
 ENV := .envs/vllm-$(VLLM)/bin/python
 # Tests of code that imports torch run where vLLM is installed; all others, real extraction included, are driven from
 # the development environment.
-TORCH_TESTS := $(shell grep -lE 'importorskip..torch|^import torch' $(wildcard tests/test_*.py))
+TORCH_TESTS := $(shell grep -lE 'importorskip|^import torch' $(wildcard tests/test_*.py))
 
 .PHONY: env test lint demo clean
 
