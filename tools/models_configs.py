@@ -54,7 +54,7 @@ SIZES: dict[str, Any] = {
     "sliding_window": 16,
     "attention_window_size": 16,
     "sliding_window_size": 16,
-    "attention_chunk_size": 32,
+    "attention_chunk_size": 128,
     "num_nextn_predict_layers": 0,
     "mtp_num_hidden_layers": 0,
     "expert_layer_period": 2,
@@ -119,7 +119,7 @@ GENERIC: dict[str, Any] = {
     **SIZES,
     "hidden_act": "silu",
     "hidden_activation": "silu",
-    "activation_function": "gelu",
+    "activation_function": "silu",
     "rms_norm_eps": 1e-5,
     "layer_norm_eps": 1e-5,
     "layer_norm_epsilon": 1e-5,
@@ -196,13 +196,15 @@ def plan(architecture: str) -> Plan:
     if "skip" in special:
         raise NoPlan(special["skip"])
     model_type = special.get("model_type") or _model_type(architecture)
-    if "generic" in special:
+    if "generic" in special and (special.get("code") or model_type is None):
         config = {**GENERIC, **special["generic"], "model_type": special.get("model_type", "generic")}
-        made = Plan(config, code=model_type is None or special.get("code", False), note="sizes that vLLM reads")
-        if not made.code:
-            made.note = f"config class of {model_type}"
+        made = Plan(config, code=True, note="sizes that vLLM reads")
     elif model_type is not None:
-        made = Plan(shrunk(_config_class(model_type), special.get("set", {})), note=f"config class of {model_type}")
+        kind = _config_class(model_type)
+        known = _parameters(kind)
+        put = {**{k: v for k, v in special.get("generic", {}).items() if k in known}, **special.get("set", {})}
+        made = Plan(shrunk(kind, put), note=f"config class of {model_type}")
+        made.config.update({k: v for k, v in special.get("generic", {}).items() if k not in known})
         made.config["model_type"] = model_type
         made.transformers = special.get("transformers", _transformers_class(architecture))
     else:
@@ -266,6 +268,8 @@ def shrunk(kind: Any, put: dict[str, Any], tower: bool = False) -> dict[str, Any
         default = _default(kind, name)
         if name in wanted and default in (None, False):
             wanted.pop(name)
+    if "kv_lora_rank" in wanted and "num_key_value_heads" in names:
+        wanted["num_key_value_heads"] = sizes["num_attention_heads"]
     for name, pattern in PATTERNS.items():
         if name in names and pattern is not None:
             wanted[name] = pattern
@@ -285,15 +289,19 @@ def shrunk(kind: Any, put: dict[str, Any], tower: bool = False) -> dict[str, Any
 
 
 def _sub_config(kind: Any, put: dict[str, Any], tower: bool) -> dict[str, Any] | None:
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PretrainedConfig
 
     if kind is AutoConfig or not hasattr(kind, "to_dict"):
         model_type = put.get("model_type")
         if model_type is None:
             return None
         kind = _config_class(model_type)
-        return {**shrunk(kind, {k: v for k, v in put.items() if k != "model_type"}, tower), "model_type": model_type}
-    return shrunk(kind, put, tower)
+        made = shrunk(kind, {k: v for k, v in put.items() if k != "model_type"}, tower)
+    else:
+        made, model_type = shrunk(kind, put, tower), getattr(kind, "model_type", "")
+    common = set(PretrainedConfig().to_dict()) - _parameters(kind)  # some classes refuse them
+    made = {k: v for k, v in made.items() if k not in common}
+    return {**made, "model_type": model_type} if model_type else made
 
 
 def _default(kind: Any, name: str) -> Any:
@@ -312,6 +320,8 @@ def _fitted(config: dict[str, Any], tower: bool) -> dict[str, Any]:
         if by_layer and isinstance(value, list) and layers and len(value) != layers:
             kinds = list(dict.fromkeys(value))
             config[name] = (kinds + value[len(kinds) :] + kinds * layers)[:layers]
+        if name in ("rope_scaling", "rope_parameters") and isinstance(value, dict) and "mrope_section" in value:
+            config[name] = {**value, "mrope_section": [4, 6, 6]}  # half a head of 32
         if name.endswith("_token_id") and isinstance(value, int) and value >= VOCABULARY and not tower:
             config[name] = 9
     return config
@@ -345,7 +355,10 @@ class Inner(GenericConfig):
 class Block(dict):
     """A dictionary whose entries are attributes too, and that is JSON all the same."""
 
-    __getattr__ = dict.__getitem__
+    def __getattr__(self, name):
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
 '''
 
 

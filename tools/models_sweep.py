@@ -8,9 +8,10 @@
 on where it stopped; one that hangs or takes its process down costs that one only.
 
 Statuses: *passed*; *differs* (the plugin's states are those that the engine computed, bit for bit, and the engine's
-differ from transformers'); *unproved* (extracted, but the model has no final norm that shows what the residual stream
-is); *refused* (the plugin says which and why); *failed*; *vllm cannot* (plain vLLM, without the plugin, does not run the
-model on this machine either); *not built* (no tiny config for it); *no decoder* (encoder-decoder, or no text decoder).
+differ from transformers'); *unproved* (extracted, but no final norm shows what the model's residual stream is);
+*refused* (the plugin says which and why); *failed*; *vllm cannot* (plain vLLM, without the plugin, does not run the
+model on this machine either); *not built* (no tiny config for it); *no decoder* (encoder-decoder, or no text
+decoder).
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ NO_DECODER = {
 }
 
 
-def interpreter(version: str) -> Path:
-    """The Python of the environment with this vLLM, made where it is not there yet."""
+def interpreter(version: str, given: dict[str, str]) -> Path:
+    """The Python of the environment with this vLLM: one that was given, or ours, made where it is not there yet."""
     spec = importlib.util.spec_from_file_location("environments", ROOT / "tools" / "environments.py")
     assert spec is not None
     assert spec.loader is not None
     environments = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(environments)
     os.environ.setdefault("MODELS_SPECULATORS", str(environments.install_speculators(SPECULATORS)))
-    return Path(environments.make_vllm_env(version))
+    return Path(given[version] if version in given else environments.make_vllm_env(version))
 
 
 def cell(python: Path, request: dict[str, Any]) -> Iterator[str]:
@@ -141,9 +142,8 @@ def coverage(block: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def sweep(version: str, wanted: list[str], again: bool, limit: float) -> None:
-    """All architectures of one vLLM that have no result yet."""
-    python = interpreter(version)
+def sweep(version: str, python: Path, wanted: list[str], again: list[str] | None, limit: float) -> None:
+    """All architectures of one vLLM that have no result yet, or one of the statuses ``again``; any if that is empty."""
     scratch = ROOT / ".envs" / "models" / version
     scratch.mkdir(parents=True, exist_ok=True)
     groups = registered(python, scratch)
@@ -158,7 +158,8 @@ def sweep(version: str, wanted: list[str], again: bool, limit: float) -> None:
     for name in groups:
         if name in NO_DECODER:
             done[name] = {"status": "no decoder", "reason": NO_DECODER[name]}
-    todo = [n for n in groups if n not in NO_DECODER and (not wanted or n in wanted) and (again or n not in done)]
+    redo = {n for n in done if again is not None and (not again or done[n]["status"] in again)}
+    todo = [n for n in groups if n not in NO_DECODER and (not wanted or n in wanted) and (n in redo or n not in done)]
     todo.sort(key=lambda name: groups[name] != "text")
     request = {
         "architectures": todo,
@@ -186,13 +187,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", nargs="+", default=list(VLLM))
     parser.add_argument("--arch", nargs="+", default=[], help="these architectures only")
-    parser.add_argument("--again", action="store_true", help="also those that have a result")
+    parser.add_argument("--again", nargs="*", metavar="STATUS", help="also those that have such a result, or any")
     parser.add_argument("--limit", type=float, default=300, help="seconds for one architecture")
+    parser.add_argument("--python", nargs="+", default=[], metavar="VERSION=PATH", help="environments that exist")
     parser.add_argument("--summary", action="store_true", help="print the coverage figures and run nothing")
     options = parser.parse_args()
     if not options.summary:
         for version in options.vllm:
-            sweep(version, options.arch, options.again, options.limit)
+            python = interpreter(version, dict(pair.split("=", 1) for pair in options.python))
+            sweep(version, python, options.arch, options.again, options.limit)
     for version, block in load().items():
         print(version, json.dumps(coverage(block)))
 
