@@ -21,13 +21,15 @@ import time
 import traceback
 from pathlib import Path
 
+# Before torch is imported: a process whose OpenMP threads run cannot fork one that uses OpenMP.
+os.environ["OMP_NUM_THREADS"] = "1"
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 #: Plain torch code instead of vLLM's CPU kernels, some of which are wrong on a host without AVX-512, and no rounding.
 EXACT = {"dtype": "float32", "compilation_config": {"custom_ops": ["none"]}}
 MAX_MODEL_LEN = 256
 SHORT, LONG = 40, 4
 #: A run that takes longer hangs.
-LIMIT_S = 300
+LIMIT_S = 150
 #: Imported late by vLLM and transformers; imported once here, where they exist, to save every fork the time.
 PRELOAD = (
     "psutil",
@@ -290,7 +292,11 @@ def main(job_path, answer_path):
         "adapters": {a.id: str(a.state) for a in status.adapters},
     }
     for run in job["runs"]:
-        found["runs"][run["id"]] = forked(run, models)
+        answer = forked(run, models)
+        if str(answer.get("error", "")).startswith("killed after"):
+            # vLLM's own fork of a process with threads can hang; the way users start it does not.
+            answer = forked({**run, "start": "spawn"}, models)
+        found["runs"][run["id"]] = answer
         Path(answer_path).write_text(json.dumps(found, indent=1))
 
 
