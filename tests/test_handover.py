@@ -96,8 +96,9 @@ def test_a_forked_child_frees_nothing(depot: Depot, sender: Sender) -> None:
         depot.close()  # as its exit handlers do
         os._exit(0)
     os.waitpid(child, 0)
-    deliver(depot, sender, "b", 2.0)  # anything the child had said would have arrived before this
+    kept = deliver(depot, sender, "b", 2.0)  # anything the child had said would have arrived before this
     assert free(sender) <= before
+    assert kept[0].unique().tolist() == [2.0]
     assert held[0].unique().tolist() == [1.0]
     assert depot.path.exists()
 

@@ -314,14 +314,18 @@ class Capture:
         if self.on_cuda:
             self._steps.put(step)
         else:
-            self._finish(step)
+            self._finish_or_fail(step)
 
     def _finish_steps(self) -> None:
         while (step := self._steps.get()) is not None:
-            try:
+            self._finish_or_fail(step)
+
+    def _finish_or_fail(self, step: _Step) -> None:
+        try:
+            if not self._failed:
                 self._finish(step)
-            except Exception as error:
-                self._fail(error)
+        except Exception as error:
+            self._fail(error)
 
     def _finish(self, step: _Step) -> None:
         """The step's rows are in shared memory: check them, and send the requests that are complete."""
@@ -349,6 +353,8 @@ class Capture:
                     _unfinished(id, request)
 
     def _fail(self, error: Exception) -> None:
+        if self._failed:
+            return  # what follows from the first error would only hide it
         self._failed = True
         if not isinstance(error, CompatError):
             error = CompatError(
