@@ -163,10 +163,16 @@ class Depot:
         return self._open(parcel, rows)
 
     def proof(self, id: str, patience: float) -> dict[str, Any] | None:
-        """What the worker found for a request that vLLM finished; ``None`` if nothing comes in ``patience`` seconds."""
+        """What the worker found for a request that vLLM finished; ``None`` if nothing comes in ``patience`` seconds.
+
+        Raises:
+            CompatError: what went wrong in the worker.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: id in self._proofs or self._gone, timeout=patience)
+            self._changed.wait_for(lambda: id in self._proofs or self._gone or self._error, timeout=patience)
             self._unproved.discard(id)
+            if id not in self._proofs and self._error is not None:
+                raise self._error
             return self._proofs.pop(id, None)
 
     def forget(self) -> None:
