@@ -66,3 +66,13 @@ def test_sample(vllm_env: VllmEnv, tmp_path: Path) -> None:
     kept = SAMPLE.read_text()
     assert settled(kept) == settled(printed)
     assert all(len(line) <= 80 for line in kept.splitlines()[1:])
+
+
+def test_readme_quotes_the_sample() -> None:
+    """README shows parts of docs/compat-check.txt, in their order."""
+    readme = (ROOT / "README.md").read_text()
+    quoted = readme.partition("<!-- compat-check-sample -->")[2].partition("<!-- /compat-check-sample -->")[0]
+    shown = [line for line in quoted.strip().splitlines()[1:-1] if line != "..."]
+    sample = iter(SAMPLE.read_text().splitlines())
+    assert len(shown) > 30
+    assert [line for line in shown if line not in sample] == []
