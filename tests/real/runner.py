@@ -220,8 +220,9 @@ def one_run(run, models):
     if run.get("tensor_input"):
         same = [references["prompts"][SHORT][:5], references["prompts"][SHORT + 1][:5]]
         as_lists, as_tensor = generator.generate(same), generator.generate(torch.tensor(same))
+        # Not bit by bit: the engine may take the two prompts in one step or in two, and rounds differently then.
         answer["tensor_input"] = all(
-            torch.equal(a, b)
+            a.shape == b.shape and (a - b).abs().max() <= 1e-5 * a.abs().max()
             for one, other in zip(as_lists, as_tensor, strict=True)
             for a, b in zip(one["hidden_states"], other["hidden_states"], strict=True)
         )

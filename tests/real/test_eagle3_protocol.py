@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, VLLM, VllmEnv
+from vllm_env import ROOT, VLLM, VllmEnv
 
 pytestmark = pytest.mark.real
 EXACT = 1e-5
