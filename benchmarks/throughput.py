@@ -313,7 +313,8 @@ def report(options: argparse.Namespace, figures: dict[str, dict[str, list[float]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     asked = [options.shape, "--peers", *options.peers, "--rounds", options.rounds, "--memory", options.memory]
     data = {
-        "command": f"python benchmarks/throughput.py {' '.join(map(str, asked))}", "date": time.strftime("%Y-%m-%d"), "device": device,
+        "command": f"python benchmarks/throughput.py {' '.join(map(str, asked))}",
+        "date": time.strftime("%Y-%m-%d"), "device": device,
         "shape": options.shape, "prompts": options.prompts, "tokens": options.tokens, "versions": versions,
         "tokens_per_second": figures,
     }  # fmt: skip

@@ -73,7 +73,8 @@ def make_job(folder, output):
     lines = [json.dumps({"input_ids": ids, "loss_mask": [1] * len(ids)}) for ids in prompts]
     lines.insert(7, "not json")
     (folder / "p.jsonl").write_text("\n".join(lines) + "\n")
-    arguments = ["--model-path", model, "--prepared-data", folder / "p.jsonl", "--batch-size", 3, "--format", output, "--skip-check"]
+    arguments = ["--model-path", model, "--prepared-data", folder / "p.jsonl", "--batch-size", 3]
+    arguments += ["--format", output, "--skip-check"]
     numbered = prompts if output == "safetensors" else prompts[:7] + [None] + prompts[7:]
     expected = {number: ids for number, ids in enumerate(numbered) if ids is not None}
     return [str(a) for a in arguments], expected

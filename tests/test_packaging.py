@@ -33,6 +33,7 @@ def test_wheel(built: Path) -> None:
 
 def test_source_distribution(built: Path) -> None:
     (archive,) = built.glob("*.tar.gz")
-    names = {name.partition("/")[2] for name in tarfile.open(archive).getnames()}
+    with tarfile.open(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
     assert {f"src/speculators_compat/patches/{name}" for name in ADAPTERS} <= names
     assert {"compat_matrix.yaml", "pyproject.toml", "src/speculators_compat/__init__.py"} <= names

@@ -203,7 +203,8 @@ def _bootstrap() -> None:
         found = registry()
         matrix = load_matrix(known_adapters=found.adapters)
         vllm, speculators = installed["vllm"].version, installed["speculators"].version
-        assert vllm is not None and speculators is not None
+        assert vllm is not None
+        assert speculators is not None
         selection = matrix.select(vllm, speculators)
         forced = settings.forced_way()
         if selection.cell.status == "unsupported" and forced is None:

@@ -470,4 +470,3 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(a - b, dim=-1)
 
 
-__all__ = ["CAUSES", "Alignment", "Proof", "Report", "Verdict", "checksum", "final_norm_of", "find_norms", "judge", "normed_output"]

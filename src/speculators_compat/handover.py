@@ -17,6 +17,7 @@ caller    ``{"free"}`` a file can be used again
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import json
 import mmap
@@ -86,10 +87,8 @@ class _Lines:
                 yield json.loads(line)
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         self._connection.close()
 
 
@@ -256,7 +255,7 @@ class Depot:
             torch.frombuffer(array, dtype=dtype, count=count, offset=row * step).view(tokens, hidden) for row in rows
         ]
         # A layer named twice must not share memory with itself: writing to one would change the other.
-        layers = [layer.clone() if row in rows[:i] else layer for i, (row, layer) in enumerate(zip(rows, layers, strict=True))]
+        layers = [layer.clone() if rows[i] in rows[:i] else layer for i, layer in enumerate(layers)]
         if self._held + parcel.size > self._limit:
             layers = [layer.clone() for layer in layers]
             self._free(parcel.file)

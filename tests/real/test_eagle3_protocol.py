@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from vllm_env import ROOT, VLLM, VllmEnv
 
 pytestmark = pytest.mark.real
