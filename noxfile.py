@@ -25,3 +25,9 @@ def models(session: nox.Session) -> None:
     """Extract from a tiny model of every architecture: `nox -s models -- --vllm 0.32.0`."""
     session.install("uv", ".")
     session.run("python", "tools/models_sweep.py", *session.posargs)
+
+
+@nox.session
+def wide(session: nox.Session) -> None:
+    """The tests that `make test` leaves out: each adapter switched off under a rehearsal."""
+    session.run("make", "test", "ARGS=-m wide", external=True)

@@ -89,6 +89,7 @@ def assert_caught(result: dict[str, Any], id: str, adapter: str, words: str) -> 
     assert result["mend"] == "unset SPECULATORS_COMPAT_WITHOUT"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("adapter", "words"),
     [
@@ -110,6 +111,7 @@ def test_what_a_wrapper_needs(vllm_env: VllmEnv) -> None:
     assert_caught(result, "SC742", "layer_navigation", "has no attribute 'model'")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("adapter", "id", "words"),
     [
