@@ -196,6 +196,14 @@ def plan(architecture: str) -> Plan:
     if "skip" in special:
         raise NoPlan(special["skip"])
     model_type = special.get("model_type") or _model_type(architecture)
+    if "wraps" in special:
+        inner = plan(special["wraps"])
+        text = {**inner.config, **special.get("text", {})}
+        config = {special.get("as", "text_config"): text, "vision_config": dict(TOWER), **special.get("put", {})}
+        config.update(model_type=special.get("model_type", "generic"), architectures=[architecture])
+        config["torch_dtype"] = "float32"
+        args = {**inner.args, **special.get("args", {})}
+        return Plan(config, code=not special.get("known"), args=args, note=f"a wrapper of {special['wraps']}")
     if "generic" in special and (special.get("code") or model_type is None):
         config = {**GENERIC, **special["generic"], "model_type": special.get("model_type", "generic")}
         made = Plan(config, code=True, note="sizes that vLLM reads")
@@ -330,16 +338,21 @@ def _fitted(config: dict[str, Any], tower: bool) -> dict[str, Any]:
 CODE = '''\
 """Config of a tiny model whose own config class exists only as code in a checkpoint."""
 
-from transformers import PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+
+def inner(value):
+    kind = CONFIG_MAPPING[value["model_type"]] if value.get("model_type") in CONFIG_MAPPING else Inner
+    return kind(**value)
 
 
 class GenericConfig(PretrainedConfig):
     model_type = "{model_type}"
-{sub_configs}
+
     def __init__(self, **kwargs):
         for name, value in list(kwargs.items()):
             if name.endswith("_config") and isinstance(value, dict) and name not in ("quantization_config",):
-                kwargs[name] = Inner(**value)
+                kwargs[name] = inner(value)
             if name == "block_configs":
                 kwargs[name] = [Block({{n: Block(v) for n, v in block.items()}}) for block in value]
         super().__init__(**kwargs)
@@ -368,6 +381,5 @@ def write(folder: Path, made: Plan) -> None:
     config = dict(made.config)
     if made.code:
         config["auto_map"] = {"AutoConfig": "configuration_tiny.GenericConfig"}
-        text = CODE.format(model_type=config["model_type"], sub_configs="")
-        (folder / "configuration_tiny.py").write_text(text)
+        (folder / "configuration_tiny.py").write_text(CODE.format(model_type=config["model_type"]))
     (folder / "config.json").write_text(json.dumps(config, indent=1, default=str))

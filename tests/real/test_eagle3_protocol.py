@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_env import ROOT, VLLM, VllmEnv
+from vllm_env import VLLM, make
 
 pytestmark = pytest.mark.real
 EXACT = 1e-5
-#: A second release is looked at where its environment has been made already.
 VERSIONS = (VLLM, "0.32.0")
 
 
 @pytest.fixture(scope="session", params=VERSIONS)
 def version(request: pytest.FixtureRequest) -> str:
-    if request.param != VLLM and not (ROOT / ".envs" / f"vllm-{request.param}").exists():
-        pytest.skip(f"no environment with vLLM {request.param}: tools/environments.py vllm {request.param}")
     return str(request.param)
 
 
 @pytest.fixture(scope="session")
-def answers(
-    version: str, vllm_envs: Callable[[str], VllmEnv], models: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
+def answers(version: str, models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("eagle3")
     (folder / "job.json").write_text(
         json.dumps({"models": str(models), "kinds": ["deepseek_v3", "kimi_k25", "llama"]})
     )
-    done = vllm_envs(version).run(
+    done = make(version).run(
         Path(__file__).parent / "eagle3_runner.py",
         folder / "job.json",
         folder / "answer.json",
