@@ -200,7 +200,8 @@ class PlainCapture:
         """Hook decoder layers, found at a path written out by hand."""
         module: Any = self.model_runner.model  # type: ignore[attr-defined]
         for part in path.split("."):
-            module = getattr(module, part)
+            if part != "model" or hasattr(module, part):  # Kimi-K2.5 has one level less in 0.15
+                module = getattr(module, part)
         self.sweep_seen: dict[int, Any] = {}
         for id in ids:
             module[id].register_forward_hook(self._sweep_keep(id))
