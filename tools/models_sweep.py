@@ -68,20 +68,7 @@ def interpreter(version: str, given: dict[str, str]) -> Path:
 def cell(python: Path, request: dict[str, Any]) -> Iterator[str]:
     """Run ``models_cell.py`` with a request; yields its lines as they come."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "SPECULATORS_COMPAT"))}
-    environment = {
-        **kept,
-        "PYTHONPATH": os.environ["MODELS_SPECULATORS"],
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "SPECULATORS_COMPAT_WAY": "engine",
-        "TORCHDYNAMO_DISABLE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_MLA_DISABLE": "1",  # there is no MLA kernel for CPUs
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+    environment = {**kept, "PYTHONPATH": os.environ["MODELS_SPECULATORS"], "HF_HUB_OFFLINE": "1"}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(request, file)
         file.flush()

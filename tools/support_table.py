@@ -63,11 +63,15 @@ def _notes(row: dict[str, Any], models: dict[str, str]) -> Iterator[str]:
         if any(run["status"] == "absent" for run in runs):
             yield f"{name} is not in these releases"
         for workaround in dict.fromkeys(run["workaround"] for run in runs if "workaround" in run):
-            yield f"the CPU build cannot run {name} by itself: {workaround}"
-        if any(run.get("reference") == "engine capture" for run in runs):
+            ranks = {run["tensor_parallel"] for run in runs if run.get("workaround") == workaround}
+            where = f" with tensor parallel {max(ranks)}" if ranks == {2} else ""
+            yield f"the CPU build cannot run {name}{where} by itself: {workaround}"
+        own = [run for run in runs if run.get("reference") == "engine capture"]
+        if own:
+            wrong = any(run.get("plain_vllm") == "disagrees with transformers" for run in own)
+            cause = f"plain vLLM itself disagrees with transformers on {name}: its" if wrong else f"{name}: its"
             yield (
-                f"plain vLLM itself disagrees with transformers on {name}: its states were compared with those that "
-                "independent hooks see in plain vLLM, one prompt at a time"
+                f"{cause} states were compared with those that independent hooks see in plain vLLM, one prompt at a time"
             )
 
 

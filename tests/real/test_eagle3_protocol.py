@@ -11,7 +11,7 @@ from vllm_env import VLLM, make
 
 pytestmark = pytest.mark.real
 EXACT = 1e-5
-VERSIONS = (VLLM, "0.32.0")
+VERSIONS = (VLLM,)
 
 
 @pytest.fixture(scope="session", params=VERSIONS)
