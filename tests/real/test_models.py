@@ -26,7 +26,7 @@ FAMILIES = {
     "sliding window": ("Gemma3ForCausalLM", "model.layers", "sum"),
     "scaled residual": ("GraniteForCausalLM", "model.layers", "hidden"),
     "config that is code": ("OrionForCausalLM", "model.layers", "hidden"),
-    "multimodal": ("Qwen2_5_VLForConditionalGeneration", "language_model.model.layers", "sum"),
+    "multimodal": ("Qwen3VLForConditionalGeneration", "language_model.model.layers", "sum"),
 }
 #: A layer with several streams, and layers that run several times: which state is meant would be a guess.
 REFUSED = {"Gemma3nForCausalLM": "SC508", "OuroForCausalLM": "SC522"}
