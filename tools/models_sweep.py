@@ -121,6 +121,7 @@ def coverage(block: dict[str, Any]) -> dict[str, Any]:
     good = sum(counts[status] for status in GOOD)
     return {
         "registered": block["registered"],
+        "looked_at": len(block["architectures"]),
         "loadable": loadable,
         "extracted": good,
         "share": round(good / loadable, 3) if loadable else None,
