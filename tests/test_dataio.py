@@ -487,7 +487,7 @@ def test_every_error_id_is_explained() -> None:
 
 
 def test_safetensors(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors = pytest.importorskip("safetensors.torch", reason="comes with vLLM and speculators")
     settings = {**SETTINGS, "format": "safetensors"}
     samples = [Sample(index * 2, [1, 2, index], None, 3, ordinal=index) for index in range(3)]
     with SampleWriter(tmp_path, settings) as writer:
@@ -513,7 +513,7 @@ def test_safetensors(tmp_path: Path) -> None:
 
 
 def test_the_arrow_data_set(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets", reason="comes with vLLM and speculators")
     samples = [Sample(index * 2, [1, 2, index], [0, 1, 1], 3, ordinal=index) for index in range(4)]
     with SampleWriter(tmp_path, {**SETTINGS, "format": "safetensors"}) as writer:
         for one in samples[:3]:

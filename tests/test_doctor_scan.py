@@ -17,7 +17,7 @@ from speculators_compat import dataio
 from speculators_compat.doctor import scan
 
 pytest.importorskip("torch", reason="these tests run where vLLM is installed")
-pytest.importorskip("msgspec")
+pytest.importorskip("msgspec", reason="runs where vLLM is installed")
 
 IDS = [
     "[1, 2, 3]", "[1,2,3]", "[ 1 , 2 ]", "[]", "[ ]", "[255]", "[256]", "[1, 256, 3]", "[-1]", "[1, -0]",

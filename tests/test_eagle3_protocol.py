@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
+torch = pytest.importorskip("torch", reason="runs where vLLM is installed")
+pytest.importorskip("vllm", reason="runs where vLLM is installed")
 
 from speculators_compat.errors import CompatError  # noqa: E402
 from speculators_compat.patcher import Journal  # noqa: E402

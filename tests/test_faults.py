@@ -19,7 +19,7 @@ RUNNER = Path(__file__).parent / "kill_runner.py"
 @pytest.mark.parametrize(("output", "kills"), [("pt", 40), ("safetensors", 25)])
 def test_kills_at_random_moments_lose_nothing(tmp_path: Path, output: str, kills: int) -> None:
     if output == "safetensors":
-        pytest.importorskip("datasets")
+        pytest.importorskip("datasets", reason="comes with vLLM and speculators")
     done = subprocess.run(
         [sys.executable, RUNNER, tmp_path / "job", output, str(kills), "1"],
         capture_output=True,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="runs where vLLM is installed")
 
 from speculators_compat.errors import CompatError  # noqa: E402
 from speculators_compat.patches.layer_navigation import find_decoder_layers  # noqa: E402
