@@ -10,6 +10,11 @@ the output is what the trainer of 0.5 and later reads. A run that was stopped, i
 stopped when the same command is given again. Lines that can't be used are skipped, counted and reported; so are
 samples whose states are proved not to be their own.
 
+On more than one machine each job takes a part, counted from 0, and the parts are merged when all are done:
+
+    python extract_hidden_states.py ... --output-dir states --shard $SLURM_ARRAY_TASK_ID/8      # sbatch --array=0-7
+    python -m speculators_compat.shards states
+
 Exit status: 0 done, 1 error, 2 usage, 130 ended by Ctrl-C.
 """
 
@@ -21,7 +26,7 @@ import signal
 import sys
 from typing import Any
 
-from speculators_compat import cli, dataio, layer_ids, manifest, settings
+from speculators_compat import cli, dataio, layer_ids, manifest, settings, shards
 from speculators_compat.errors import CompatError
 from speculators_compat.extraction import UnprovedError
 
@@ -58,6 +63,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--final-norm", action="store_true", help="last layer after the final norm (for speculators 0.3)")
     add("--no-checksums", action="store_true", help="don't keep checksums.b2")
     add("--limit", type=positive, help="stop after this many usable prompts")
+    add("--shard", metavar="I/N", help="only part I (0 to N-1) of N, in a folder of its own in --output-dir")
     add("--vllm-args", type=json_object, metavar="JSON", help='more vLLM arguments: \'{"dtype": "float32"}\'')
     add("--strict", action="store_true", help="end at the first line that can't be used")
     add("--skip-check", action="store_true", help="start although a check of compat-check fails")
@@ -81,6 +87,7 @@ def start_generator(args: argparse.Namespace) -> Any:
 
 def extract(args: argparse.Namespace) -> int:
     # Everything that can be found wrong in seconds is looked at before the model is loaded.
+    shard = None if args.shard is None else shards.parse(args.shard)
     configured = settings.current()
     if args.vllm_args is not None or args.final_norm:
         vllm_args = configured.vllm_args if args.vllm_args is None else args.vllm_args
@@ -96,7 +103,8 @@ def extract(args: argparse.Namespace) -> int:
     args.after_layer = layer_ids.resolve(
         args.layer_ids, model.num_layers, convention=args.layer_convention, output=args.format
     )
-    if not args.skip_check and not cli.check_first(vars(args), layer_ids=args.after_layer):
+    checked = {**vars(args), "output_dir": str(shards.where(args.output_dir, shard))}
+    if not args.skip_check and not cli.check_first(checked, layer_ids=args.after_layer):
         print("not started: a check failed (--skip-check starts all the same)", file=sys.stderr)
         return 1
     decisive = dataio.make_settings(
@@ -111,17 +119,20 @@ def extract(args: argparse.Namespace) -> int:
     tally = dataio.Tally()
     generator = progress = None
     unproved: list[str] = []
-    with dataio.SampleWriter(args.output_dir, decisive, checksums=not args.no_checksums) as writer:
+    source = {"path": data.path, **reading, "limit": args.limit}
+    with shards.open_writer(args.output_dir, decisive, shard, data=source, checksums=not args.no_checksums) as writer:
         if writer.finished or writer.damaged:
             print(f"resuming: {writer.resumed} finished, {len(writer.damaged)} damaged", file=sys.stderr)
         try:
             samples = tally.samples(dataio.read_samples(args.prepared_data, limit=args.limit, **reading))
-            missing = (sample for sample in samples if not writer.is_finished(sample))
+            own = samples if shard is None else (sample for sample in samples if shard.holds(sample))
+            missing = (sample for sample in own if not writer.is_finished(sample))
             for batch in dataio.batches(missing, args.batch_size):
                 if generator is None:
                     generator = start_generator(args)
                     writer.record(**manifest.describe_run(generator, **run_facts(args)))
-                    progress = dataio.Progress(min(data.lines, args.limit or data.lines), writer.resumed)
+                    lines = min(data.lines, args.limit or data.lines)
+                    progress = dataio.Progress(shard.share(lines) if shard else lines, writer.resumed)
                 try:
                     results = generator.generate([sample.input_ids for sample in batch])
                 except UnprovedError as error:
@@ -143,7 +154,7 @@ def extract(args: argparse.Namespace) -> int:
             if (shutdown := getattr(generator, "shutdown", None)) is not None:
                 shutdown()
             summarize(args, tally, writer, progress, unproved)
-        if args.format == "safetensors":
+        if args.format == "safetensors" and shard is None:  # of shards the merge writes it
             again = dataio.read_samples(args.prepared_data, limit=args.limit, **reading)
             rows = writer.write_dataset(sample for sample in again if isinstance(sample, dataio.Sample))
             print(f"data set:  {rows} rows, train with --data-path {writer.folder}")

@@ -41,6 +41,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from speculators_compat import claims
 from speculators_compat.detect import detect_all
 from speculators_compat.errors import CompatError, CompatWarning
 from speculators_compat.manifest import (
@@ -621,6 +622,7 @@ class SampleWriter:
         self._form: list[Any] | None = None  # dtype and hidden size of all samples
         self._warned = False
         self._lock: int | None = None
+        self._claim: claims.Claim | None = None
         try:
             self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
             self._take_lock()
@@ -720,6 +722,8 @@ class SampleWriter:
                     content.write()
                 else:
                     future.result()
+                if self._claim is not None:
+                    self._claim.check()
                 content.publish()
                 if content.digest is not None:
                     self._add_checksum(content.path, content.digest.hexdigest())
@@ -1007,17 +1011,15 @@ class SampleWriter:
             # lockf and not flock: the lock must not live on in a worker process that was forked.
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                return  # a file system without locks
-            raise CompatError(
-                "SC607",
-                found=f"another process is writing to {self.folder}",
-                expected="one run a folder",
-                why="two runs would delete each other's temporary files and repeat each other's work",
-                mend="wait for the other run or end it, or give another --output-dir",
-            ) from None
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise claims.in_use(self.folder) from None
+            # a file system without locks: the claim is all there is
+        self._claim = claims.take(self.folder)
 
     def _release_lock(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

@@ -75,7 +75,8 @@ class CompatWarning(UserWarning):
 
 
 # SC1xx what is installed / SC2xx the matrix / SC3xx adapters and activation / SC4xx the caller's input /
-# SC5xx the engine and the capture / SC6xx data read and written / SC7xx the run to be made / SC9xx the check itself
+# SC5xx the engine and the capture / SC6xx data read and written / SC7xx the run to be made /
+# SC85x shards / SC86x Ray / SC87x several machines / SC9xx the check itself
 CATALOG: dict[str, ErrorInfo] = {
     # SC1xx: what is installed
     "SC100": ErrorInfo(
@@ -270,7 +271,9 @@ CATALOG: dict[str, ErrorInfo] = {
     "SC607": ErrorInfo(
         "another run is writing to the output folder",
         "One run a folder: each run removes leftovers of earlier ones, and two would repeat each other's\n"
-        "work. The lock goes away with the process that holds it; there is no file to delete.\n"
+        "work. A run that was killed is noticed: at once on its own machine; after a minute from another\n"
+        "one, which sees that the file .claim in the folder is not touched any more. There is nothing to\n"
+        "delete by hand.\n"
         "Mend: wait for the other run or end it, or give another --output-dir.",
     ),
     "SC608": ErrorInfo(
@@ -573,6 +576,18 @@ CATALOG: dict[str, ErrorInfo] = {
         "through vLLM's public engine they are never called.\n"
         "Unset SPECULATORS_COMPAT_WAY, or report the traceback.",
     ),
+    "SC307": ErrorInfo(
+        "This speculators has no loop of its own to mend",
+        "From 0.5.0 on speculators has no in-process generator. The class that the plugin supplies drives vLLM's public "
+        "engine; the way in-process, in which speculators' own class drives vLLM's scheduler, exists with 0.3 and 0.4 only.\n"
+        "Unset SPECULATORS_COMPAT_WAY.",
+    ),
+    "SC308": ErrorInfo(
+        "A private call of speculators 0.4's worker extension",
+        "HiddenStatesWorkerExtension is restored by name for speculators 0.5 and later. Its private methods are not: the "
+        "released capture returns states of other prompts as soon as vLLM reorders or splits a batch.\n"
+        "Use VllmHiddenStatesGenerator, or install speculators 0.4.0.1.",
+    ),
     "SC401": ErrorInfo(
         "vLLM arguments are not an object",
         "Arguments for vLLM are given by speculators_compat.configure(vllm_args={...}) or, as JSON, by the environment "
@@ -634,6 +649,13 @@ CATALOG: dict[str, ErrorInfo] = {
         "SPECULATORS_COMPAT_WATCHDOG, or configure(watchdog=...), is the number of seconds without progress after which "
         "a run is ended. 0 means never.\n"
         "Pass a number of seconds, or leave it out for 1800.",
+    ),
+    "SC412": ErrorInfo(
+        "Unknown layer convention",
+        "SPECULATORS_COMPAT_LAYER_IDS, or configure(layer_convention=...), says what layer_ids of "
+        "VllmHiddenStatesGenerator count. after-layer: id k is the state that leaves decoder layer k, as the class always "
+        "counted. boundary: id k is the state that enters it, as EAGLE-3, vLLM and speculators from 0.5 on count.\n"
+        "Without it ids are after-layer ids, with every speculators.",
     ),
     "SC411": ErrorInfo(
         "Layer ids in another convention",
@@ -721,6 +743,102 @@ CATALOG: dict[str, ErrorInfo] = {
         "Some models send their states through the same layers several times (looped and recurrent transformers). Then "
         "a layer has several states for each token, and its number alone does not say which is meant.\n"
         "Report the model's architecture if it is no such model.",
+    ),
+    # SC85x: shards of a data set; SC86x: a Ray cluster; SC87x: a model on several machines
+    "SC850": ErrorInfo(
+        "The shard can't be used",
+        "--shard I/N extracts the I-th of N parts of the data. I counts from 0: it is 0 to N-1, as $SLURM_ARRAY_TASK_ID "
+        "of a job array 0-7 is with N=8. An array that is numbered 1-8 would leave out shard 0, so each of its jobs is "
+        "refused, not only the last one.\n"
+        "Mend: number the array from 0, or subtract 1:\n"
+        "  sbatch --array=0-7 job.sh      # in it: --shard $SLURM_ARRAY_TASK_ID/8\n"
+        "  --shard $((SLURM_ARRAY_TASK_ID - 1))/8",
+    ),
+    "SC851": ErrorInfo(
+        "The folder is divided in another way",
+        "All shards of one output folder are parts of the same division: shard 3 of 8 and shard 3 of 16 hold some of the "
+        "same samples. For the same reason a folder with shards is not written to by a run without --shard. Samples that "
+        "are merged count as finished whatever the division, so merging makes way for another one.\n"
+        "Mend: merge what is there, then go on in the new way:\n"
+        "  python -m speculators_compat.shards OUTPUT_DIR",
+    ),
+    "SC852": ErrorInfo(
+        "Shards were made in different ways",
+        "The shards of a data set agree in everything that decides the values: the model and its weights, the data, layer "
+        "ids and their convention, the final norm, the longest length, dtype, vLLM arguments and versions. The message "
+        "names what differs. Nothing was moved or overwritten.\n"
+        "Mend: make the odd shard again as the others were made, or give it another --output-dir.",
+    ),
+    "SC853": ErrorInfo(
+        "The samples of a shard are not those of its data",
+        "A shard holds a sample that is not among its lines of the data, is of another length, or is in another shard too "
+        "with other content. Something else than --shard has put it there. Nothing was moved or overwritten.\n"
+        "Mend: look at the files that are named; make the shard again in an empty folder.",
+    ),
+    "SC854": ErrorInfo(
+        "There is nothing to merge",
+        "A merge needs the --output-dir of an extraction with --shard: it holds folders shard-I-of-N, each with a manifest."
+        " Shards that are in other folders are named behind it.\n"
+        "Mend:  python -m speculators_compat.shards OUTPUT_DIR [OTHER_OUTPUT_DIR ...]",
+    ),
+    "SC855": ErrorInfo(
+        "The prompts are needed to tell what is missing",
+        "A merge reads the prepared data again, to tell which samples should be there. The file is not where the shards "
+        "read it, or it has changed.\n"
+        "Mend: give the file:\n"
+        "  python -m speculators_compat.shards OUTPUT_DIR --prepared-data FILE.jsonl",
+    ),
+    "SC856": ErrorInfo(
+        "Samples are missing",
+        "The shards were merged, and some samples of the data are in none of them: a shard was never run or was stopped, or"
+        " states failed their proof and were not written. What is there is whole and can be used; the manifest says "
+        "complete: false.\n"
+        "Mend: run the shards that the message names again, with any number of shards, and merge again; only what is "
+        "missing is computed.",
+    ),
+    "SC859": ErrorInfo(
+        "The folder was taken over by another run",
+        "A run touches the file .claim in its folder every ten seconds. This one could not for a minute (its machine "
+        "slept, or was cut off from the file system), so another run took the folder over. This one writes nothing more.\n"
+        "Mend: let the other run finish. Finished samples are kept; nothing is twice.",
+    ),
+    "SC860": ErrorInfo(
+        "Ray is not installed",
+        "examples/ray_extract.py and vLLM's Ray executor need the package ray.\n"
+        "Mend:  pip install 'speculators-compat[ray]'",
+    ),
+    "SC861": ErrorInfo(
+        "The cluster has no room for an engine",
+        "Each shard needs its GPUs and CPUs on one machine. Ray would wait for ever for a machine that has as many.\n"
+        "Mend: add machines (ray start --address=HEAD:6379), or ask for less: --num-gpus, --num-cpus, --tp-size.",
+    ),
+    "SC862": ErrorInfo(
+        "The machines of the cluster do not see the same folder",
+        "All shards write to one --output-dir, which must be on a file system that all machines share, under the same "
+        "path. The same holds for the prepared data and a model folder.\n"
+        "Mend: give folders on the shared file system.",
+    ),
+    "SC863": ErrorInfo(
+        "Shards failed",
+        "These shards did not finish, although they were started again as often as --max-retries allows, or failed with an "
+        "error that would only come again. Their last words are in the message; all they printed is in OUTPUT_DIR/logs. "
+        "What was finished is merged.\n"
+        "Mend: see to the cause, then repeat the same command: it computes only what is missing.",
+    ),
+    "SC870": ErrorInfo(
+        "The worker that captures is on another machine",
+        "Captured states go from tensor-parallel rank 0 to the caller through shared memory, so both must be on one "
+        "machine. vLLM's Ray executor puts rank 0 on the caller's machine if Ray may use a GPU there.\n"
+        "Mend: run the script on a machine of the cluster that has GPUs, not on a head node without them.",
+    ),
+    "SC871": ErrorInfo(
+        "A model that spans machines",
+        "Tensor parallelism over more GPUs than this machine has needs vLLM's Ray executor, a running Ray cluster with "
+        "enough GPUs, and this machine among those that have some: the states are handed over through its shared memory. "
+        "Pipeline parallelism is refused, for each of its stages sees only some of the layers.\n"
+        "Mend: start Ray on all machines, then run the script on one of those with GPUs:\n"
+        "  ray start --head            # on the first; on the others: ray start --address=FIRST:6379\n"
+        "  export SPECULATORS_COMPAT_VLLM_ARGS='{\"distributed_executor_backend\": \"ray\"}'",
     ),
     "SC901": ErrorInfo(
         "The check itself broke",
