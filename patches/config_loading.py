@@ -35,7 +35,8 @@ class ConfigLoading(Adapter):
         for name in ("get_config", "get_hf_text_config"):
             if not surface.has(f"vllm.transformers_utils.config:{name}"):
                 return Probe(State.DRIFTED, f"vllm.transformers_utils.config.{name} no longer exists")
-        if surface.call_keywords(GENERATOR_MODULE, "from_pretrained") is None:
+        restored = surface.has(f"{GENERATOR_MODULE}:RESTORED")  # the adapter engine loads both for it
+        if not restored and surface.call_keywords(GENERATOR_MODULE, "from_pretrained") is None:
             return Probe(State.NOT_APPLICABLE, "this speculators loads neither config nor tokenizer")
         return Probe(State.APPLIED, "in the generator's constructor")
 

@@ -21,6 +21,7 @@ from speculators_compat.errors import InputError
 from speculators_compat.extraction import Session
 from speculators_compat.generator import CLASS, Driver, install
 from speculators_compat.hookspecs import hookimpl
+from speculators_compat.layer_ids import generator_defaults
 from speculators_compat.prompts import check_layer_ids, check_prefix_caching
 from speculators_compat.surface import Surface
 from speculators_compat.worker import EXTENSION
@@ -84,8 +85,8 @@ def _start(self: Any, module: Any, arguments: dict[str, Any], vllm_args: dict[st
     config = module.AutoConfig.from_pretrained(self.model_path, trust_remote_code=True)
     num_layers = get_hf_text_config(config).num_hidden_layers
     ids = arguments["layer_ids"]
-    if ids is None:  # speculators' own choice
-        ids = [2, num_layers // 2, num_layers - 3, num_layers - 1]
+    if ids is None:  # this speculators' own choice
+        ids = generator_defaults(num_layers, boundaries=getattr(module, "RESTORED", False))
     self.layer_ids = check_layer_ids(ids, num_layers)
     budget = arguments.get("max_num_batched_tokens") or max(MIN_MAX_BATCHED_TOKENS, arguments["max_model_len"])
     known = {field.name for field in dataclasses.fields(EngineArgs)}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import wrapt
 
 from . import settings
-from .adapter import GENERATOR_MODULE, Adapter, Context, Probe, State
+from .adapter import GENERATOR_MODULE, GENERATOR_PACKAGE, Adapter, Context, Probe, State
 from .errors import CompatError, CompatWarning
 from .patcher import Journal
 
@@ -53,7 +53,7 @@ class Status:
     Attributes:
         active: whether the plugin is active in this process.
         row: the matrix row chosen, in words; empty until vLLM or speculators is imported.
-        way: ``in-process`` or ``engine``; empty likewise.
+        way: name of the adapter set, such as ``in-process`` or ``engine``; empty likewise.
         adapters: in the order of application.
         changes: every attribute changed now, as ``adapter: place``.
         broken_plugins: third-party plugins left out, with the reason.
@@ -143,6 +143,8 @@ def deactivate() -> None:
         if _refuser in sys.meta_path:
             sys.meta_path.remove(_refuser)
         _process.journal.undo()
+        # A module that was supplied is gone: the next import of its name makes another, and wrapt calls a hook once only.
+        _process.hooked &= {*BOOTSTRAP, *sys.modules}
         for id, probe in _process.states.items():
             if probe.state in (State.APPLIED, State.WAITING):
                 _process.states[id] = Probe(State.UNDONE, "deactivate() was called")
@@ -229,8 +231,7 @@ def _bootstrap() -> None:
             _process.journal.set_env(MARKER, WARNED, adapter="activation")  # workers need not say it again
             warnings.warn(f"untested combination: {selection.reason}", CompatWarning, stacklevel=2)
         _process.selection = selection
-        _process.way = forced or selection.cell.adapter_set or ""
-        ids = matrix.adapter_sets[forced] if forced else selection.cell.adapters
+        _process.way, ids = matrix.choose(selection, forced)
         others = [a for a in found.adapters.values() if a.id in found.third_party and a.id not in ids]
         _process.chosen = [found.adapters[id] for id in ids] + [a for a in others if _admits(a, str(vllm))]
         left_out = settings.without()
@@ -240,12 +241,13 @@ def _bootstrap() -> None:
     except CompatError as error:
         # Not raised here: importing transformers or vLLM alone has nothing to do with extraction.
         _process.error = error
+        _when_imported(GENERATOR_PACKAGE)
     else:
         _process.states = {a.id: Probe(State.WAITING, f"until {a.trigger} is imported") for a in _process.chosen}
         for trigger in dict.fromkeys(a.trigger for a in _process.chosen):
             _when_imported(trigger)
     _when_imported(GENERATOR_MODULE)
-    for trigger in dict.fromkeys([*(a.trigger for a in _process.chosen), GENERATOR_MODULE]):
+    for trigger in dict.fromkeys([*(a.trigger for a in _process.chosen), GENERATOR_PACKAGE, GENERATOR_MODULE]):
         module = sys.modules.get(trigger)
         if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
             _apply(module)
@@ -261,6 +263,8 @@ def _apply(module: ModuleType) -> None:
     """Apply all adapters that wait for ``module``: all of them, or none."""
     if module.__name__ == GENERATOR_MODULE and _process.error is not None:
         raise _process.error
+    if module.__name__ == GENERATOR_PACKAGE and _process.error is not None:
+        _refuse_class(module)
     from .registry import registry
     from .surface import LiveSurface
 
@@ -291,6 +295,20 @@ def _apply(module: ModuleType) -> None:
                 if _process.states[adapter.id].state is not State.DRIFTED:
                     _process.states[adapter.id] = Probe(State.FAILED, f"{type(error).__name__}: {error}")
                 warnings.warn(f"adapter {adapter.id} of another package failed: {error}", CompatWarning, stacklevel=2)
+
+
+def _refuse_class(package: ModuleType) -> None:
+    """Where a package lacks the class, tell why it is not restored instead of ``cannot import name``."""
+    name = "VllmHiddenStatesGenerator"
+    if name in vars(package) or "__getattr__" in vars(package):
+        return
+
+    def look_up(asked: str) -> object:
+        if asked == name and _process.active and _process.error is not None:
+            raise _process.error
+        raise AttributeError(f"module {package.__name__!r} has no attribute {asked!r}")
+
+    _process.journal.replace(package, "__getattr__", look_up, adapter="activation")
 
 
 def _apply_one(adapter: Adapter, context: Context, surface: object) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .settings import Settings
 
 GENERATOR_MODULE = "speculators.data_generation.vllm_hidden_states_generator"
+GENERATOR_PACKAGE = GENERATOR_MODULE.rpartition(".")[0]
 
 
 class State(str, Enum):

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from . import settings
+from . import restored, settings
 from .detect import Installed, detect_all
 from .errors import CATALOG, CompatError
-from .matrix import Matrix, Selection, load_matrix
+from .matrix import RESTORED, Matrix, Selection, load_matrix
 
 if TYPE_CHECKING:
     from .doctor import Options, Result
@@ -294,10 +294,13 @@ def _environment(
             except CompatError as error:
                 findings.append(_from_error(error, "error", "versions"))
         if selection is not None:
-            way = forced or selection.cell.adapter_set or ""
-            ids = matrix.adapter_sets[forced] if forced else selection.cell.adapters
             strict = strict or settings.strict()
-            findings += _row_findings(selection, forced, strict)
+            try:
+                way, ids = matrix.choose(selection, forced)
+            except CompatError as error:
+                findings.append(_from_error(error, "error", "settings"))
+            else:
+                findings += _row_findings(selection, forced, strict)
 
     adapters: list[AdapterReport] = []
     if ids and selection is not None:
@@ -370,7 +373,7 @@ def _row_findings(selection: Selection, forced: str | None, strict: bool) -> lis
         found = selection.reason
     elif cell.status in ("untested", "unsupported"):
         found = f"the matrix lists {where} as {cell.status}"
-    elif forced is not None and forced != cell.adapter_set:
+    elif forced is not None and forced != cell.adapter_set and cell.adapter_set != RESTORED:
         found = f"{settings.WAY}={forced} replaces {cell.adapter_set}, which the matrix lists for {where}"
     elif cell.status == "structural":
         return [Finding("SC205", "note", where, f"the matrix lists {where} as structural: not run", "", "")]
@@ -398,7 +401,8 @@ def _probe_all(
 ) -> list[tuple[AdapterReport, Finding | None]]:
     from .surface import SourceSurface
 
-    surface = SourceSurface({i.package: Path(i.location).parent for i in installed.values() if i.location})
+    roots = {i.package: Path(i.location).parent for i in installed.values() if i.location}
+    surface = SourceSurface(roots, supplied=restored.FILES if "restored_generator" in ids else None)
     return [_probe(registry.adapters[id], id in registry.third_party, surface) for id in ids]
 
 

@@ -579,7 +579,7 @@ CATALOG: dict[str, ErrorInfo] = {
     "SC307": ErrorInfo(
         "This speculators has no loop of its own to mend",
         "From 0.5.0 on speculators has no in-process generator. The class that the plugin supplies drives vLLM's public "
-        "engine; the way in-process, in which speculators' own class drives vLLM's scheduler, exists with 0.3 and 0.4 only.\n"
+        "engine; the way in-process, where speculators' own class drives vLLM's scheduler, exists with 0.3 and 0.4 only.\n"
         "Unset SPECULATORS_COMPAT_WAY.",
     ),
     "SC308": ErrorInfo(

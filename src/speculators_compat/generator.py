@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from . import settings
+from . import layer_ids, settings
 from .adapter import Context
 from .alignment import Verdict
 from .construction import Construction, constructing
+from .errors import CompatWarning
 from .extraction import Session, not_ours, result, results
 from .prompts import check_model, check_prompts, placeholder_tokens
 from .watchdog import SHUTDOWN, clean_up, end_workers, starting, watching
@@ -55,15 +57,17 @@ def install(context: Context, adapter: str, constructor: Callable[..., None] | N
     def init(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         bound = signature.bind(instance, *args, **kwargs)
         bound.apply_defaults()
+        _count_layers(bound.arguments, restored=getattr(module, "RESTORED", False), release=context.versions)
         vllm_args = settings.current().vllm_args
         check_model(str(bound.arguments["model_path"]), vllm_args.get("load_format"))
         construction = Construction(instance, dict(bound.arguments), vllm_args)
         with starting(instance, settings.current().watchdog), constructing(construction):
             try:
                 if constructor is None:
-                    wrapped(*args, **kwargs)
+                    wrapped(*bound.args[1:], **bound.kwargs)
                 else:
                     constructor(instance, module, bound.arguments, vllm_args)
+                instance.boundaries = [k + 1 for k in instance.layer_ids]
             except BaseException:
                 shutdown(instance)
                 raise
@@ -71,6 +75,31 @@ def install(context: Context, adapter: str, constructor: Callable[..., None] | N
     context.journal.wrap(owner, "__init__", init, adapter=adapter)
     for name, function in (("generate", generate), ("shutdown", shutdown), ("__del__", shutdown)):
         context.journal.replace(owner, name, function, adapter=adapter)
+
+
+def _count_layers(arguments: dict[str, Any], *, restored: bool, release: Mapping[str, str]) -> None:
+    """Make the ids that a script gives after-layer ids, in place.
+
+    Without a setting they are taken as the class has always taken them. A script that uses this class was written for
+    0.3 or 0.4, where the last id is ``n - 1`` for the target's state; read as a boundary it would be the state one layer
+    before, without any error. Taken this way, an id of the other convention that names the target's state, ``n``, does
+    not exist and is refused. From 0.5 on a warning names the boundaries.
+    """
+    ids, convention = arguments["layer_ids"], settings.current().layer_convention
+    if ids is None:
+        return
+    if convention == layer_ids.BOUNDARY:
+        arguments["layer_ids"] = layer_ids.from_boundaries(ids)
+    elif convention is None and restored and all(type(k) is int for k in ids):
+        boundaries = [k + 1 for k in ids]
+        warnings.warn(
+            f"layer_ids={list(ids)} count the layers that are left, as this class always did: they are boundaries "
+            f"{boundaries}, which speculators {release.get('speculators', '0.5 and later')} counts. Train with "
+            f"--target-layer-ids {' '.join(map(str, boundaries[:-1]))}, if the last one is the target's state. "
+            'configure(layer_convention="after-layer") or "boundary" chooses, and this warning goes.',
+            CompatWarning,
+            stacklevel=4,
+        )
 
 
 def generate(

@@ -114,6 +114,30 @@ def default_layer_ids(speculators: str, num_layers: int) -> list[int]:
     return check(ids, num_layers, convention)
 
 
+def generator_defaults(num_layers: int, *, boundaries: bool) -> list[int]:
+    """After-layer ids that ``VllmHiddenStatesGenerator`` takes where the script names none.
+
+    Args:
+        boundaries: whether this speculators' trainer counts boundaries, from 0.5 on; its defaults are other layers.
+
+    Raises:
+        InputError: SC411 where the model has too few layers for the defaults of 0.5 and later.
+    """
+    if boundaries:
+        return to_after_layer(default_layer_ids("0.5", num_layers), num_layers)
+    return [2, num_layers // 2, num_layers - 3, num_layers - 1]
+
+
+def from_boundaries(ids: Sequence[Any]) -> list[int]:
+    """Boundaries as after-layer ids, for a model whose number of layers is not known yet.
+
+    Raises:
+        InputError: SC411 for what is no boundary that a layer leaves.
+    """
+    whole = [k for k in ids if isinstance(k, int) and not isinstance(k, bool)]
+    return to_after_layer(ids, max(whole, default=0))
+
+
 def resolve(
     ids: Sequence[int] | None, num_layers: int | None, *, convention: Convention | None, output: str
 ) -> list[int] | None:

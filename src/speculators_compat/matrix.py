@@ -20,6 +20,8 @@ from .errors import CompatError
 __all__ = ["Cell", "Lineage", "Matrix", "Row", "Selection", "load_matrix"]
 
 SCHEMA = 1
+#: The set of adapters for releases of speculators that have no generator: the plugin's class on vLLM's engine.
+RESTORED = "restored"
 STATUSES = ("verified", "structural", "unsupported", "untested")
 
 _TOP_KEYS = ("schema", "lineages", "adapter_sets", "rows")
@@ -143,6 +145,28 @@ class Matrix:
         exact = row_exact and line_exact
         cell = row.cells[line.name].for_release(vllm)
         return Selection(row, line.name, cell, exact, f"{row_reason}; {line_reason}")
+
+    def choose(self, selection: Selection, forced: str | None) -> tuple[str, tuple[str, ...]]:
+        """The way and its adapters, the user's choice considered.
+
+        Args:
+            forced: the way that the user asks for, or ``None``.
+
+        Raises:
+            CompatError: SC307 for the way in-process where speculators has no class of its own.
+        """
+        cell = selection.cell
+        if forced is None or (forced == "engine" and cell.adapter_set == RESTORED):
+            return cell.adapter_set or "", cell.adapters
+        if cell.adapter_set == RESTORED:
+            raise CompatError(
+                "SC307",
+                found=f"the way {forced} for speculators {selection.lineage}",
+                expected="the restored class, which drives vLLM's public engine",
+                why="speculators 0.5.0 removed the class that drives vLLM's scheduler itself",
+                mend="unset SPECULATORS_COMPAT_WAY, or pip install --no-deps speculators==0.4.0.1",
+            )
+        return forced, self.adapter_sets[forced]
 
 
 def _nearest(

@@ -10,8 +10,12 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
+from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -76,6 +80,31 @@ class Journal:
                 return sys.modules.pop(name, None) is module
 
             self.changes.append(Change(adapter, f"sys.modules[{name!r}]", undo))
+
+    def supply_modules(self, package: ModuleType, files: Mapping[str, Path], *, adapter: str) -> None:
+        """Let modules be imported that ``package`` does not have; those that it has go first.
+
+        Args:
+            files: full module name to the source file that it is made from.
+        """
+        with self._lock:
+            supplier = _Supplier(files)
+            sys.meta_path.append(supplier)
+
+            def undo() -> bool:
+                if supplier not in sys.meta_path:
+                    return False
+                sys.meta_path.remove(supplier)
+                for name, file in files.items():
+                    module = sys.modules.get(name)
+                    if getattr(getattr(module, "__spec__", None), "origin", None) == str(file):
+                        del sys.modules[name]
+                        child = name.rpartition(".")[2]
+                        if vars(package).get(child) is module:
+                            delattr(package, child)
+                return True
+
+            self.changes.append(Change(adapter, f"sys.meta_path: {', '.join(files)}", undo))
 
     def replace_code(self, function: FunctionType, code: CodeType, *, adapter: str) -> None:
         """Give a function another code object, where others hold the very function and a new one would not be seen."""
@@ -164,6 +193,19 @@ class Journal:
                 self.undo(down_to=mark)
         finally:
             self._lock.release()
+
+
+class _Supplier(MetaPathFinder):
+    """Finds modules in given files. The last finder there is: whatever another one finds is the real module."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._files = files
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        file = self._files.get(fullname)
+        return None if file is None else spec_from_file_location(fullname, file)
 
 
 def _label(owner: Any, name: str) -> str:

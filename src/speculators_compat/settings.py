@@ -6,6 +6,7 @@
 ``SPECULATORS_COMPAT_WAY``        ``in-process`` or ``engine``: overrides the way that the matrix picks
 ``SPECULATORS_COMPAT_VLLM_ARGS``  JSON object of vLLM arguments, for example ``{"dtype": "float32"}``
 ``SPECULATORS_COMPAT_FINAL_NORM`` ``1``: take the last layer's state after the model's final norm
+``SPECULATORS_COMPAT_LAYER_IDS``  ``after-layer`` or ``boundary``: what ``layer_ids`` of the generator count
 ``SPECULATORS_COMPAT_WATCHDOG``   seconds without progress that end a run (1800); ``0``: never
 ``SPECULATORS_COMPAT_WITHOUT``    adapter ids, with commas, that are left out: for diagnosis only
 ================================= ======================================================================
@@ -20,11 +21,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import CompatError
+from .layer_ids import CONVENTIONS, Convention
 
 OFF_SWITCH = "SPECULATORS_COMPAT"
 STRICT = "SPECULATORS_COMPAT_STRICT"
 WAY = "SPECULATORS_COMPAT_WAY"
 FINAL_NORM = "SPECULATORS_COMPAT_FINAL_NORM"
+LAYER_IDS = "SPECULATORS_COMPAT_LAYER_IDS"
 WATCHDOG = "SPECULATORS_COMPAT_WATCHDOG"
 VLLM_ARGS = "SPECULATORS_COMPAT_VLLM_ARGS"
 WITHOUT = "SPECULATORS_COMPAT_WITHOUT"
@@ -38,6 +41,7 @@ class Settings:
     vllm_args: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = True
     final_norm: bool = False
+    layer_convention: Convention | None = None
     watchdog: float = 1800.0
 
 
@@ -48,6 +52,7 @@ def configure(
     *,
     vllm_args: Mapping[str, Any] | None = None,
     final_norm: bool | None = None,
+    layer_convention: Convention | None = None,
     watchdog: float | None = None,
 ) -> None:
     """Set what ``VllmHiddenStatesGenerator``'s signature has no place for.
@@ -62,13 +67,18 @@ def configure(
             folder, as released; ``trust_remote_code=False`` is obeyed for the model, its config and its tokenizer.
         final_norm: take the last layer's state after the model's final norm, as the trainer of speculators 0.3 wants
             it; without it before the norm, as speculators from 0.4 on do.
+        layer_convention: what ``layer_ids`` of the generator count, with every speculators: ``after-layer``, the state
+            that leaves decoder layer k, as the class always did; or ``boundary``, the state that enters it, as EAGLE-3,
+            vLLM and speculators from 0.5 on. Without it after-layer, with a warning from 0.5 on.
         watchdog: seconds without progress after which a start or a call is ended, with its workers; 0 means never.
 
     Raises:
-        CompatError: SC401 if ``vllm_args`` is not a mapping with string keys.
+        CompatError: SC401 if ``vllm_args`` is not a mapping with string keys; SC412 for a convention that does not exist.
     """
+    _checked_convention(layer_convention or "", "configure(layer_convention=...)")
     _configured["vllm_args"] = _checked(vllm_args or {}, "configure(vllm_args=...)")
     _configured["final_norm"] = final_norm
+    _configured["layer_convention"] = layer_convention
     _configured["watchdog"] = watchdog
 
 
@@ -94,7 +104,24 @@ def current() -> Settings:
         vllm_args=dict(args),
         trust_remote_code=bool(args.get("trust_remote_code", True)),
         final_norm=bool(final_norm),
+        layer_convention=_configured.get("layer_convention")
+        or _checked_convention(os.environ.get(LAYER_IDS, "").strip(), LAYER_IDS),
         watchdog=_watchdog(),
+    )
+
+
+def _checked_convention(text: str, source: str) -> Convention | None:
+    for known in CONVENTIONS:
+        if text == known:
+            return known
+    if not text:
+        return None
+    raise CompatError(
+        "SC412",
+        found=f"{source}: {text!r}",
+        expected=" or ".join(CONVENTIONS),
+        why="the states of neighbouring layers would be taken, without any error",
+        mend=f"export {LAYER_IDS}={CONVENTIONS[0]}, or unset it",
     )
 
 

@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -81,10 +81,13 @@ class SourceSurface:
     Args:
         roots: maps a top-level package to the folder that holds it, or to any object with ``joinpath`` and
             ``read_text`` such as :class:`zipfile.Path` (an unpacked wheel need not be installed).
+        supplied: source files of modules that an adapter supplies, see :mod:`speculators_compat.restored`;
+            :meth:`has_module` does not count them.
     """
 
-    def __init__(self, roots: dict[str, Any]) -> None:
+    def __init__(self, roots: dict[str, Any], supplied: Mapping[str, Path] | None = None) -> None:
         self._roots = roots
+        self._supplied = supplied or {}
         self._tree = functools.lru_cache(maxsize=None)(self._parse)
 
     def _parse(self, module: str) -> ast.Module | None:
@@ -105,11 +108,17 @@ class SourceSurface:
                     return None
         return None
 
+    def _source(self, module: str) -> ast.Module | None:
+        tree = self._tree(module)
+        if tree is None and module in self._supplied:
+            return ast.parse(self._supplied[module].read_text(encoding="utf-8"))
+        return tree
+
     def _find(self, name: str, seen: frozenset[str] = frozenset()) -> ast.AST | None:
         module, _, qualified = name.partition(":")
         if name in seen:
             return None
-        node: ast.AST | None = self._tree(module)
+        node: ast.AST | None = self._source(module)
         if not qualified or node is None:
             return node
         first, *rest = qualified.split(".")
@@ -155,7 +164,7 @@ class SourceSurface:
         return found
 
     def call_keywords(self, module: str, callee: str) -> tuple[str, ...] | None:
-        tree = self._tree(module)
+        tree = self._source(module)
         return None if tree is None else _call_keywords(tree, callee)
 
 
