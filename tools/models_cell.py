@@ -73,7 +73,8 @@ def draw(model: Any) -> None:
                 # A wide spread of the router's logits, so that its choices are no close calls.
                 gain = 2.0 if name.endswith(("gate.weight", "router.weight", "gate.wg.weight")) else 0.7
                 values = noise * (gain / math.sqrt(max(parameter.shape[-1], 1)))
-            parameter.data.copy_(values.to(parameter.dtype))
+            # As checkpoints have them: some implementations keep a few parameters in bfloat16.
+            parameter.data.copy_(values.to(torch.bfloat16).to(parameter.dtype))
 
 
 def draw_dummy_weights() -> None:
@@ -86,16 +87,33 @@ def draw_dummy_weights() -> None:
     dummy_loader.initialize_dummy_weights = initialize
 
 
-def transformers_states(folder: Path, name: str, layers: int) -> list[list[Any]]:
+def rename(file: Path, made: Any) -> None:
+    """Give stored weights the names that checkpoints of the architecture have."""
+    from safetensors.torch import load_file, save_file
+
+    weights = {}
+    for name, tensor in load_file(file).items():
+        for old, new in made.renames:
+            name = name.replace(old, new)
+        weights[made.prefix + name] = tensor
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def transformers_states(folder: Path, made: Any, layers: int) -> list[list[Any]]:
     """Build the model with transformers, save its weights, and return what left each decoder layer for each prompt."""
     import torch
     import transformers
 
     from speculators_compat.patches.layer_navigation import find_decoder_layers
 
-    config = transformers.AutoConfig.from_pretrained(folder)
+    kind = getattr(transformers, made.transformers or made.twin)
+    if made.reference:
+        given = {k: v for k, v in made.reference.items() if k not in ("architectures", "model_type", "auto_map")}
+        config = kind.config_class(**given)
+    else:
+        config = transformers.AutoConfig.from_pretrained(folder)
     torch.manual_seed(0)
-    model = getattr(transformers, name)(config).to(torch.float32).eval()
+    model = kind(config).to(torch.float32).eval()
     with contextlib.suppress(Exception):
         model.set_attn_implementation("eager")
     draw(model)
@@ -104,6 +122,8 @@ def transformers_states(folder: Path, name: str, layers: int) -> list[list[Any]]
     text = (folder / "config.json").read_text()
     model.save_pretrained(folder)
     (folder / "config.json").write_text(text)  # as vLLM's own config class wrote it
+    if made.prefix or made.renames:
+        rename(folder / "model.safetensors", made)
     stack = find_decoder_layers(model, layers)
     seen: list[Any] = []
     for layer in stack.layers:
@@ -128,6 +148,8 @@ class Second:
     def __init__(self, model: Any, path: str) -> None:
         self.layers: dict[int, tuple[Any, Any]] = {}
         self.norm: Any = None
+        self.output: Any = None
+        model.register_forward_hook(self._returned)
         for index, layer in enumerate(model.get_submodule(path)):
             layer.register_forward_hook(self._left(index))
         for name, module in model.named_modules():
@@ -150,13 +172,18 @@ class Second:
             value = output[0] if isinstance(output, tuple) else output
             self.norm = (module, value.clone().reshape(-1, value.shape[-1]))
 
+    def _returned(self, module: Any, args: Any, output: Any) -> None:
+        self.output = output[0] if isinstance(output, tuple) else output
+
     def habit(self) -> str:
         """``sum``, ``hidden`` or ``unknown``: what the final norm turned into what it put out."""
         hidden, residual = self.layers[self._last]
         if residual is None:
             return "hidden"
-        if self.norm is None:
-            return "unknown"
+        if self.norm is None or len(self.norm[1]) != len(hidden):  # then the model returns the stream as it is
+            found = {"sum": hidden + residual, "hidden": hidden}
+            same = [name for name, state in found.items() if state.equal(self.output)]
+            return same[0] if len(same) == 1 else "unknown"
         module, wanted = self.norm
         forward = getattr(module, "forward_native", None) or module.forward
         matches = []
@@ -195,12 +222,15 @@ def run(architecture: str, folder: Path) -> dict[str, Any]:
 
     tiny_models.write_tokenizer(folder)
     result: dict[str, Any] = {"config": made.note, **facts(folder)}
+    for aid in made.aids:
+        AIDS[aid]()
+        result["aid"] = AIDS[aid].__doc__
     layers = result.pop("layers")
     args: dict[str, Any] = {**EXACT, **text_only(), **made.args}
     reference: list[list[Any]] | None = None
-    if made.transformers and result["layers_expected"]:
+    if (made.transformers or made.twin) and result["layers_expected"]:
         try:
-            reference = transformers_states(folder, made.transformers, layers)
+            reference = transformers_states(folder, made, layers)
         except Exception as error:
             result["no_transformers"] = short(error)
     if reference is None:
@@ -208,6 +238,10 @@ def run(architecture: str, folder: Path) -> dict[str, Any]:
         args["load_format"] = "dummy"
         for stale in folder.glob("*.safetensors*"):
             stale.unlink()
+    else:
+        load_text_only()
+        if made.twin:
+            result["twin"] = made.twin
     result["weights"] = "dummy" if reference is None else "transformers"
     try:
         result.update(extract(folder, layers, args, reference))
@@ -396,7 +430,7 @@ def without_transformers(architecture: str, folder: Path, before: dict[str, Any]
 
     def changed(name: str) -> Any:
         made = given(name)
-        made.transformers = ""
+        made.transformers = made.twin = ""
         return made
 
     models_configs.plan = changed
@@ -408,7 +442,11 @@ def one(architecture: str, scratch: Path, limit: float) -> dict[str, Any]:
     folder, log = scratch / architecture, scratch / f"{architecture}.log"
     log.unlink(missing_ok=True)
     began = time.monotonic()
-    found = in_a_process(run, (architecture, folder), log, limit)
+    for _ in range(10):
+        found = in_a_process(run, (architecture, folder), log, limit)
+        if "Available memory on node" not in str(found):
+            break
+        time.sleep(20)  # the machine's other work has it
     if found["status"] == "retry":
         found = in_a_process(without_transformers, (architecture, folder, found), log, limit)
     if found["status"] == "failed":
@@ -432,6 +470,42 @@ def text_only() -> dict[str, Any]:
     if "language_model_only" in {field.name for field in dataclasses.fields(EngineArgs)}:
         return {"language_model_only": True}
     return {"limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0}}
+
+
+def load_text_only() -> None:
+    """The other towers of a multimodal model have no weights here; vLLM's loader insists on them too."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    from speculators_compat.patches.layer_navigation import OTHER_TOWERS
+
+    def load_weights(self: Any, model: Any, model_config: Any) -> None:
+        wanted = {name for name, _ in model.named_parameters() if not OTHER_TOWERS & set(name.split("."))}
+        loaded = model.load_weights(self.get_all_weights(model_config, model))
+        missing = sorted(name for name in wanted - set(loaded or wanted) if "layers." in name or ".h." in name)
+        if missing:
+            raise ValueError(f"weights that transformers has not: {', '.join(missing)}")
+
+    DefaultModelLoader.load_weights = load_weights
+
+
+def aid_router() -> None:
+    """The CPU build's router knows sigmoid scores and correction biases only in groups: one group is the same."""
+    with contextlib.suppress(ImportError):
+        from vllm.model_executor.layers.fused_moe.router import cpu_router
+
+        original = cpu_router.CPURouter._compute_routing
+
+        def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+            odd = self.scoring_func == "sigmoid" or self.e_score_correction_bias is not None
+            if odd and not self.use_grouped_topk and self.custom_routing_function is None:
+                self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
+            return original(self, *args, **kwargs)
+
+        cpu_router.CPURouter._compute_routing = compute
+
+
+#: What stands in for parts that vLLM's CPU build lacks or has wrong, by name in ``models_special.json``.
+AIDS = {"router": aid_router}
 
 
 def inspect_here() -> None:
@@ -469,6 +543,12 @@ def import_everything() -> None:
             importlib.import_module(name)
 
 
+#: vLLM's tables of architectures; the last is of those that it runs through transformers' own code.
+GROUPS = {
+    "text": "_TEXT_GENERATION_MODELS",
+    "multimodal": "_MULTIMODAL_MODELS",
+    "through transformers": "_TRANSFORMERS_SUPPORTED_MODELS",
+}
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "SPECULATORS_COMPAT_WAY": "engine",
@@ -495,8 +575,8 @@ def main(path: str) -> None:
         from vllm.model_executor.models import registry
 
         names = {
-            group: {name: list(where)[:2] for name, where in getattr(registry, table).items()}
-            for group, table in (("text", "_TEXT_GENERATION_MODELS"), ("multimodal", "_MULTIMODAL_MODELS"))
+            group: {name: list(where)[:2] for name, where in getattr(registry, table, {}).items()}
+            for group, table in GROUPS.items()
         }
         Path(request["answer"]).write_text(json.dumps(names))
         return

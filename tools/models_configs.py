@@ -8,6 +8,7 @@ checkpoint get a class that takes every size and switch that vLLM's implementati
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 from dataclasses import dataclass, field
@@ -150,6 +151,44 @@ for _name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_e
     GENERIC.pop(_name, None)
 
 
+#: What vLLM's implementations read from wrappers whose config class exists only as code in a checkpoint.
+WRAPPER: dict[str, Any] = {
+    "image_token_id": 9,
+    "image_token_index": 9,
+    "video_token_id": 10,
+    "audio_token_id": 11,
+    "image_seq_length": 16,
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "default",
+    "projector_hidden_act": "gelu",
+    "projector_type": "mlp",
+    "multimodal_projector_bias": True,
+    "spatial_merge_size": 2,
+    "downsample_ratio": 0.5,
+    "select_layer": -1,
+    "ps_version": "v2",
+    "vision_config": {
+        **TOWER,
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "drop_path_rate": 0.0,
+        "hidden_act": "gelu",
+        "initializer_factor": 1.0,
+        "in_channels": 3,
+        "layer_norm_eps": 1e-6,
+        "num_channels": 3,
+        "norm_type": "layer_norm",
+        "qk_normalization": False,
+        "qkv_bias": True,
+        "rms_norm_eps": 1e-6,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "use_bias": False,
+        "window_size": 28,
+    },
+}
+
+
 @dataclass
 class Plan:
     """How a tiny model of an architecture is made.
@@ -157,6 +196,11 @@ class Plan:
     Attributes:
         config: for ``config.json``; complete, ``architectures`` included.
         transformers: class of the same architecture in transformers, whose random weights and states are used.
+        twin: class in transformers of the same text decoder, where the architecture itself has none there.
+        reference: config for that class; its own config file's if empty.
+        prefix: what the checkpoint's names have before the twin's.
+        renames: texts to replace in the twin's names.
+        aids: what stands in for parts that the CPU build lacks, see ``models_cell.AIDS``.
         code: whether the config class must come as code beside the config.
         args: arguments for vLLM.
         note: where the config comes from.
@@ -164,6 +208,11 @@ class Plan:
 
     config: dict[str, Any]
     transformers: str = ""
+    twin: str = ""
+    reference: dict[str, Any] = field(default_factory=dict)
+    prefix: str = ""
+    renames: list[list[str]] = field(default_factory=list)
+    aids: list[str] = field(default_factory=list)
     code: bool = False
     args: dict[str, Any] = field(default_factory=dict)
     note: str = ""
@@ -187,6 +236,22 @@ def plan(architecture: str) -> Plan:
         NoPlan: there is no config class and no entry in ``models_special.json``.
     """
     special = SPECIAL.get(architecture, {})
+    made = _plan(architecture, special)
+    made.renames = special.get("renames", made.renames)
+    made.aids = special.get("aids", made.aids)
+    large = [size for size in _values(made.config, "hidden_size") if size > 1024]
+    if large:
+        raise NoPlan(f"its config class does not become small: hidden size {large[0]}")
+    return made
+
+
+def _values(config: dict[str, Any], name: str) -> list[int]:
+    """All integers of that name in a config and its sub-configs."""
+    found = [config[name]] if isinstance(config.get(name), int) else []
+    return found + [n for inner in config.values() if isinstance(inner, dict) for n in _values(inner, name)]
+
+
+def _plan(architecture: str, special: dict[str, Any]) -> Plan:
     like = special.get("like")
     if like:
         made = plan(like)
@@ -199,11 +264,18 @@ def plan(architecture: str) -> Plan:
     if "wraps" in special:
         inner = plan(special["wraps"])
         text = {**inner.config, **special.get("text", {})}
-        config = {special.get("as", "text_config"): text, "vision_config": dict(TOWER), **special.get("put", {})}
+        config = {**WRAPPER, special.get("as", "text_config"): text, **special.get("put", {})}
         config.update(model_type=special.get("model_type", "generic"), architectures=[architecture])
         config["torch_dtype"] = "float32"
-        args = {**inner.args, **special.get("args", {})}
-        return Plan(config, code=not special.get("known"), args=args, note=f"a wrapper of {special['wraps']}")
+        return Plan(
+            config,
+            twin=special.get("twin", inner.transformers),
+            reference=text,
+            prefix=special.get("prefix", "language_model."),
+            code=not special.get("known"),
+            args={**inner.args, **special.get("args", {})},
+            note=f"a wrapper of {special['wraps']}",
+        )
     if "generic" in special and (special.get("code") or model_type is None):
         config = {**GENERIC, **special["generic"], "model_type": special.get("model_type", "generic")}
         made = Plan(config, code=True, note="sizes that vLLM reads")
@@ -220,6 +292,13 @@ def plan(architecture: str) -> Plan:
     made.config.update(architectures=[architecture], torch_dtype="float32")
     made.config.update(special.get("put", {}))
     made.args.update(special.get("args", {}))
+    made.prefix = special.get("prefix", "")
+    if "twin" in special:
+        made.transformers, made.twin = "", special["twin"]
+        text = made.config.get(special.get("as", "text_config"), {})
+        made.reference = {**(text or made.config), **special.get("reference", {})}
+    elif "reference" in special:
+        made.reference = {**made.config, **special["reference"]}
     return made
 
 
@@ -266,6 +345,8 @@ def shrunk(kind: Any, put: dict[str, Any], tower: bool = False) -> dict[str, Any
     Args:
         put: values by name; a dotted name reaches into a sub-config.
     """
+    from transformers import AutoConfig
+
     sizes = TOWER if tower else SIZES
     names = _parameters(kind)
     reverse = dict(getattr(kind, "attribute_map", None) or {})
@@ -283,6 +364,9 @@ def shrunk(kind: Any, put: dict[str, Any], tower: bool = False) -> dict[str, Any
             wanted[name] = pattern
     for name, inner in (getattr(kind, "sub_configs", None) or {}).items():
         nested = {k.partition(".")[2]: v for k, v in put.items() if k.startswith(name + ".")}
+        if inner is AutoConfig:  # any class will do: the one that this class takes by itself
+            with contextlib.suppress(Exception):
+                nested.setdefault("model_type", getattr(kind(), name).model_type)
         if name == "text_config" or name == "vision_config" or name in names:
             made = _sub_config(inner, nested, tower or any(word in name for word in TOWERS))
             if made is not None:
