@@ -83,6 +83,8 @@ def install_speculators(version: str, folder: Path | None = None, python: str = 
     """One speculators release, without dependencies, to be put on ``PYTHONPATH``; returns its folder."""
     folder = folder or ENVS / "speculators" / version
     wanted = [f"speculators=={version}"]
+    if tuple(map(int, version.split(".")[:2])) >= (0, 8):  # import speculators needs it, whatever is used of it
+        wanted.append(f"hs-connectors=={version}")
     with _reused(folder, {"wanted": wanted}) as ready:
         if not ready:
             _run(_uv(), "pip", "install", "-q", "--python", python, "--no-deps", "--target", folder, *wanted)

