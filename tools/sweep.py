@@ -111,8 +111,8 @@ BRIEF_RUNS = {
 }
 #: Of other releases: whether the class is there, and extracts.
 PLAIN_RUNS = (RUNS[0],)
-#: On the last patch release of each minor, with the newest speculators of both kinds: processes that import everything anew,
-#: as users' workers do.
+#: On the last patch release of each minor, with the newest speculators of both kinds: processes that import everything
+#: anew, as users' workers do.
 SPAWNED = ("llama", 1, "spawn")
 OTHER_WAY = (("llama", 1, "fork"),)
 
