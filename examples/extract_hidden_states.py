@@ -5,10 +5,10 @@
     python extract_hidden_states.py --model-path MODEL --prepared-data prompts.jsonl --output-dir states
 
 Each line of the prepared data is one object, {"input_ids": [int, ...], "loss_mask": [0 or 1, ...]}. Line N,
-counted from 0, becomes data_N.pt, which the trainer of speculators 0.3 and 0.4 reads; with --format safetensors
-the output is what the trainer of 0.5 and later reads. A run that was stopped, in whatever way, goes on where it
-stopped when the same command is given again. Lines that can't be used are skipped, counted and reported; so are
-samples whose states are proved not to be their own.
+counted from 0, becomes data_N.pt, which the trainer of speculators 0.3 and 0.4 reads, or, with --format safetensors,
+what the trainer of 0.5 and later reads; without --format, what the installed speculators reads. A run that was
+stopped, in whatever way, goes on where it stopped when the same command is given again. Lines that can't be used are
+skipped, counted and reported; so are samples whose states are proved not to be their own.
 
 On more than one machine each job takes a part, counted from 0, and the parts are merged when all are done:
 
@@ -27,6 +27,7 @@ import sys
 from typing import Any
 
 from speculators_compat import cli, dataio, layer_ids, manifest, settings, shards
+from speculators_compat.detect import detect
 from speculators_compat.errors import CompatError
 from speculators_compat.extraction import UnprovedError
 
@@ -59,7 +60,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--gpu-memory-utilization", type=fraction, default=0.8, help="part of the memory (default: 0.8)")
     add("--layer-ids", type=int, nargs="+", metavar="ID", help="layers to take; the last one is the target's")
     add("--layer-convention", choices=layer_ids.CONVENTIONS, help="what the layer ids count (pt: after-layer)")
-    add("--format", choices=dataio.FORMATS, default="pt", help="pt: speculators 0.3, 0.4; safetensors: 0.5+")
+    trainer = layer_ids.trainer_format(detect("speculators").version)
+    add("--format", choices=dataio.FORMATS, default=trainer, help=f"pt: 0.3, 0.4; safetensors: 0.5+ (here: {trainer})")
     add("--final-norm", action="store_true", help="last layer after the final norm (for speculators 0.3)")
     add("--no-checksums", action="store_true", help="don't keep checksums.b2")
     add("--limit", type=positive, help="stop after this many usable prompts")
@@ -89,9 +91,13 @@ def extract(args: argparse.Namespace) -> int:
     # Everything that can be found wrong in seconds is looked at before the model is loaded.
     shard = None if args.shard is None else shards.parse(args.shard)
     configured = settings.current()
-    if args.vllm_args is not None or args.final_norm:
-        vllm_args = configured.vllm_args if args.vllm_args is None else args.vllm_args
-        speculators_compat.configure(vllm_args=vllm_args, final_norm=args.final_norm or configured.final_norm)
+    speculators_compat.configure(
+        vllm_args=configured.vllm_args if args.vllm_args is None else args.vllm_args,
+        final_norm=args.final_norm or configured.final_norm,
+        # Whatever --layer-convention says: the ids are translated before the generator sees them.
+        layer_convention=layer_ids.AFTER_LAYER,
+        watchdog=configured.watchdog,
+    )
     model = dataio.check_model_folder(args.model_path)
     reading: dict[str, Any] = {
         "vocab_size": model.vocab_size,

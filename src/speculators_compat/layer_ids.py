@@ -19,9 +19,12 @@ acceptance without any error: see :func:`default_layer_ids`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import InputError
+
+if TYPE_CHECKING:
+    from packaging.version import Version
 
 Convention = Literal["after-layer", "boundary"]
 AFTER_LAYER: Convention = "after-layer"
@@ -41,6 +44,11 @@ def convention_of(speculators: str) -> Convention:
     from packaging.version import Version
 
     return AFTER_LAYER if Version(speculators) < Version("0.5.dev0") else BOUNDARY
+
+
+def trainer_format(speculators: Version | None) -> str:
+    """The format of :mod:`~speculators_compat.dataio` for a release's trainer: ``pt``, from 0.5 on ``safetensors``."""
+    return "pt" if speculators is None or convention_of(str(speculators)) == AFTER_LAYER else "safetensors"
 
 
 def check(ids: Sequence[Any], num_layers: int, convention: Convention) -> list[int]:

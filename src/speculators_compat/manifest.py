@@ -111,6 +111,7 @@ def describe_run(generator: Any, **more: Any) -> dict[str, Any]:
         **more,
     }
     if ids is not None:
+        facts["layer_convention"], facts["boundaries"] = AFTER_LAYER, [k + 1 for k in ids]
         facts["layers_captured"] = describe_layers(ids, report.get("num_layers"), final_norm=current.final_norm)
     if model is not None:
         facts["engine"] = {

@@ -74,7 +74,8 @@ def check_layer_ids(layer_ids: Sequence[Any], num_layers: int) -> list[int]:
             expected=f"integers from 0 to {num_layers - 1} (id k is the state that leaves decoder layer k)",
             why=f"the target model has {num_layers} decoder layers",
             mend="EAGLE-3 and vLLM count boundaries: boundary k is layer id k - 1 here"
-            + (f"; if these are boundaries, pass {[k - 1 for k in layer_ids]}" if boundaries else ""),
+            + (f"; if these are boundaries, pass {[k - 1 for k in layer_ids]}" if boundaries else "")
+            + (', or configure(layer_convention="boundary")' if boundaries else ""),
         )
     if len(set(layer_ids)) < len(layer_ids):
         log.warning("layer ids %s hold duplicates; each is returned as often as it is named", list(layer_ids))

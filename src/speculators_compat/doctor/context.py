@@ -288,7 +288,7 @@ class Context:
     @property
     def layer_ids(self) -> list[int]:
         ids = self.options.layer_ids
-        return list(ids) if ids is not None else default_layer_ids(self.shape[0])
+        return list(ids) if ids is not None else default_layer_ids(self.shape[0], self.installed("speculators").version)
 
     @property
     def captured_layers(self) -> int:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from ..layer_ids import BOUNDARY, convention_of
+
+if TYPE_CHECKING:
+    from packaging.version import Version
 
 #: Where wrappers keep the config of their text decoder, outermost first.
 TEXT_CONFIGS = (
@@ -268,8 +273,14 @@ class ModelFacts:
         return value if isinstance(value, Mapping) else {}
 
 
-def default_layer_ids(layers: int) -> list[int]:
-    """The layers that speculators captures where none are named."""
+def default_layer_ids(layers: int, speculators: Version | None = None) -> list[int]:
+    """The layers that the generator captures where none are named, each by the layer that is left.
+
+    Args:
+        speculators: what is installed; its trainer expects other layers from 0.5 on.
+    """
+    if speculators is not None and convention_of(str(speculators)) == BOUNDARY:
+        return [1, layers // 2 - 1, layers - 4, layers - 1]  # boundaries 2, n // 2, n - 3 and n
     return [2, layers // 2, layers - 3, layers - 1]
 
 

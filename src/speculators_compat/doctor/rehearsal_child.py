@@ -79,7 +79,7 @@ class Rehearsal:
     def do_imports(self) -> None:
         import speculators_compat
 
-        speculators_compat.configure(vllm_args=self.job["vllm_args"])
+        speculators_compat.configure(vllm_args=self.job["vllm_args"], layer_convention="after-layer")
         import speculators.data_generation.vllm_hidden_states_generator  # noqa: F401
 
     def do_start(self) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from .. import settings
 from ..handover import sweep_stale
 from .base import Outcome, Unavailable, check, failed, ok, skipped
 from .context import Context, Unreadable, read_json
-from .facts import default_layer_ids
 from .model import _largest_id
 from .rehearsal_worker import REHEARSAL
 from .shrink import CannotShrink, Plan, shrink, write_copy
@@ -151,7 +150,7 @@ def _has_gpu(context: Context) -> bool:
 def _scaled(context: Context, plan: Plan) -> list[int]:
     """Layer ids of the small copy: as spread as those of the run, the last one among them if it is there."""
     layers = context.shape[0]
-    given = context.options.layer_ids or default_layer_ids(layers)
+    given = context.layer_ids
     return [max(0, round(k * (plan.layers - 1) / max(1, layers - 1))) for k in given if 0 <= k < layers] or [
         0
     ]
