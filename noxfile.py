@@ -28,6 +28,13 @@ def models(session: nox.Session) -> None:
 
 
 @nox.session
+def ray(session: nox.Session) -> None:
+    """Extract on a local Ray cluster and kill parts of it: `nox -s ray -- --vllm 0.32.0`."""
+    session.install("uv", ".")
+    session.run("python", "tools/ray_test.py", *session.posargs)
+
+
+@nox.session
 def wide(session: nox.Session) -> None:
     """The tests that `make test` leaves out: each adapter switched off under a rehearsal."""
     session.run("make", "test", "ARGS=-m wide", external=True)

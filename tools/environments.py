@@ -91,6 +91,16 @@ def install_speculators(version: str, folder: Path | None = None, python: str = 
     return folder
 
 
+def install_ray(folder: Path | None = None, python: str = sys.executable) -> Path:
+    """Ray, to be put on ``PYTHONPATH`` beside a vLLM environment, which has all else that Ray needs; returns its folder."""
+    folder = folder or ENVS / "ray"
+    wanted = ["ray>=2.40", "msgpack"]
+    with _reused(folder, {"wanted": wanted}) as ready:
+        if not ready:
+            _run(_uv(), "pip", "install", "-q", "--python", python, "--no-deps", "--target", folder, *wanted)
+    return folder
+
+
 def _make(folder: Path, python: str, wanted: list[str], overrides: list[str], project: str) -> Path:
     folder = folder.absolute()
     made = folder / "bin" / "python"

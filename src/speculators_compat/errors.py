@@ -538,6 +538,13 @@ CATALOG: dict[str, ErrorInfo] = {
         "memory held.\n"
         "Mend: end the processes that are named, and report the message.",
     ),
+    # SC8xx: the server path
+    "SC800": ErrorInfo(
+        "This vLLM has no server to extract hidden states from",
+        "speculators from 0.5 on talks to `vllm serve` with the method extract_hidden_states, which came with vLLM "
+        "0.17.0, together with the connector that writes the states to a folder.\n"
+        "Extract in-process, or install a newer vLLM for the server.",
+    ),
     # SC9xx: the check itself
     "SC301": ErrorInfo(
         "This combination is not supported",

@@ -8,7 +8,7 @@ from typing import Any
 
 from . import alignment, settings
 from .errors import CompatError
-from .handover import Depot
+from .handover import Depot, machine
 
 log = logging.getLogger("speculators_compat")
 #: Calls a method of every worker and returns their replies, rank 0 first.
@@ -51,7 +51,8 @@ class Session:
         self._greedy = "logits_processors" not in settings.current().vllm_args
         self._depot = Depot()
         try:
-            replies = rpc("speculators_compat_setup", args=(self._ids, str(self._depot.path), self.final_norm))
+            args = (self._ids, str(self._depot.path), self.final_norm, machine())
+            replies = rpc("speculators_compat_setup", args=args)
             for reply in replies:
                 if "error" in reply:
                     raise CompatError.from_dict(reply["error"])

@@ -46,6 +46,32 @@ HELD_SHARE = 0.4
 PATIENCE = 300.0
 
 
+def machine() -> dict[str, str]:
+    """This machine: its name, and what tells it from all others, of which some may have the same name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = socket.gethostname()
+    return {"host": socket.gethostname(), "boot": boot}
+
+
+def check_machine(caller: dict[str, str]) -> None:
+    """Make sure, in the worker that captures, that the caller is on the same machine.
+
+    Raises:
+        CompatError: SC870.
+    """
+    here = machine()
+    if caller["boot"] != here["boot"]:
+        raise CompatError(
+            "SC870",
+            found=f"tensor-parallel rank 0 runs on {here['host']}, the script on {caller['host']}",
+            expected="both on one machine",
+            why="captured states are handed over through its shared memory",
+            mend=f"run the script on {here['host']}, or on another machine of the cluster on which Ray may use a GPU",
+        )
+
+
 @dataclass(frozen=True)
 class Parcel:
     """One request's captured states.

@@ -23,8 +23,13 @@ class HiddenStatesExtension:
     (see :meth:`CompatError.to_dict`): vLLM turns what a worker raises into text and may end the worker.
     """
 
-    def speculators_compat_setup(self, layer_ids: list[int], depot: str, final_norm: bool = False) -> dict[str, Any]:
+    def speculators_compat_setup(
+        self, layer_ids: list[int], depot: str, final_norm: bool = False, caller: dict[str, str] | None = None
+    ) -> dict[str, Any]:
         """Hook the target model's decoder layers, on tensor-parallel rank 0: all ranks compute the same states.
+
+        Args:
+            caller: the caller's :func:`~speculators_compat.handover.machine`; rank 0 must run there too (SC870).
 
         Returns:
             ``model``: class of the loaded model; ``path``: where its decoder layers are; ``num_layers``: how many;
@@ -32,15 +37,18 @@ class HiddenStatesExtension:
             itself; ``unproved``: why samples cannot be proved (:mod:`speculators_compat.alignment`). Or ``error``.
         """
         try:
-            return self._speculators_compat_setup(layer_ids, depot, final_norm)
+            return self._speculators_compat_setup(layer_ids, depot, final_norm, caller)
         except CompatError as error:
             return {"error": error.to_dict()}
 
-    def _speculators_compat_setup(self, layer_ids: list[int], depot: str, final_norm: bool) -> dict[str, Any]:
+    def _speculators_compat_setup(
+        self, layer_ids: list[int], depot: str, final_norm: bool, caller: dict[str, str] | None
+    ) -> dict[str, Any]:
         from vllm.distributed import get_pp_group, get_tp_group
 
         from .alignment import Alignment, final_norm_of
         from .capture import Capture
+        from .handover import check_machine
         from .patches.eagle3_protocol import native
         from .patches.layer_navigation import find_decoder_layers
 
@@ -56,6 +64,8 @@ class HiddenStatesExtension:
         model = runner.get_model() if hasattr(runner, "get_model") else runner.model
         stack = find_decoder_layers(model, num_layers(runner.model_config))
         if get_tp_group().rank_in_group == 0:
+            if caller is not None:
+                check_machine(caller)
             for former in ("_speculators_compat_alignment", "_speculators_compat_capture"):
                 if hasattr(self, former):
                     getattr(self, former).close()

@@ -1,7 +1,7 @@
 """What can be known about a run before the model is loaded, and a rehearsal of it.
 
 Nothing here imports torch or vLLM; the rehearsal does, in processes of its own. Checks are in :mod:`.model`,
-:mod:`.memory`, :mod:`.data`, :mod:`.host` and :mod:`.rehearse`, one function each.
+:mod:`.memory`, :mod:`.cluster`, :mod:`.data`, :mod:`.host` and :mod:`.rehearse`, one function each.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..detect import Installed
-from . import data, host, memory, model, rehearse  # noqa: F401 - they register their checks
+from . import cluster, data, host, memory, model, rehearse  # noqa: F401 - they register their checks
 from .base import AREAS, CHECKS, Result, perform
 from .context import Context, Options
 

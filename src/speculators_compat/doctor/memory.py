@@ -104,6 +104,8 @@ def gpus(context: Context) -> Outcome:
             mend="nvidia-smi -L; then look for Xid errors with: dmesg | grep -i xid",
         )
     found, need = context.gpus, context.options.tp * context.options.pp
+    if len(found) < need and context.options.vllm_args.get("distributed_executor_backend") == "ray":
+        return skipped(f"{len(found)} visible here, {need} needed in the Ray cluster (SC871)")
     if len(found) < need:
         setting = os.environ.get("CUDA_VISIBLE_DEVICES")
         limit = f" (CUDA_VISIBLE_DEVICES={setting})" if setting is not None else ""
