@@ -18,7 +18,7 @@ from speculators_compat import alignment, capture, residual, settings  # noqa: E
 from speculators_compat.alignment import Alignment, Proof, judge  # noqa: E402
 from speculators_compat.capture import Capture  # noqa: E402
 from speculators_compat.errors import CompatError  # noqa: E402
-from speculators_compat.extraction import Session, UnprovedError, results  # noqa: E402
+from speculators_compat.extraction import Session, UnprovedError, input_ids, results  # noqa: E402
 
 HIDDEN, VOCAB, LAYERS = 16, 64, 4
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12, 13], [21, 22, 23, 24, 25], [31, 32, 33]]
@@ -127,7 +127,7 @@ class Rig:
         if method == "speculators_compat_reset":
             self.capture.reset()
             return [{}]
-        ids, depot, normed = args
+        ids, depot, normed = args[:3]
         inner = self.model.model
         norm = alignment.final_norm_of(self.model, "model.layers") if normed else None
         layers = self.layers(inner.layers)
@@ -168,7 +168,7 @@ class Rig:
         except BaseException:
             session.reset()
             raise
-        return results(session, prompts, [states[id] for id in ids], [verdicts[id] for id in ids])
+        return results(session, [input_ids(p) for p in prompts], [states[id] for id in ids], [verdicts[id] for id in ids])
 
     @staticmethod
     def scheduled(ids: Any, prompts: Any, done: Any, count: Any, new: set[str], ended: list[str]) -> Any:

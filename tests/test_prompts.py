@@ -20,7 +20,7 @@ from speculators_compat.prompts import (
 
 
 def prompts(given: Any) -> list[list[int]]:
-    return check_prompts(given, vocab_size=100, max_tokens=5)
+    return list(check_prompts(given, vocab_size=100, max_tokens=5))
 
 
 class Tensor:
@@ -144,8 +144,8 @@ def test_places_for_images() -> None:
     places = placeholder_tokens(config)
     assert places == placeholder_tokens(vars(config)) == {3, 7}
     with pytest.raises(InputError, match="prompt 1 has a place for an image"):
-        check_prompts([[1, 5], [1, 3]], vocab_size=100, max_tokens=5, placeholders=places)
-    assert check_prompts([[1, 5]], vocab_size=100, max_tokens=5, placeholders=places) == [[1, 5]]
+        list(check_prompts([[1, 5], [1, 3]], vocab_size=100, max_tokens=5, placeholders=places))
+    assert list(check_prompts([[1, 5]], vocab_size=100, max_tokens=5, placeholders=places)) == [[1, 5]]
 
 
 def test_prefix_caching_is_refused() -> None:

@@ -395,19 +395,23 @@ class Alignment:
         if not self._capture.on_cuda:
             self._send(pending, tensors)
             return
-        copies = []
-        for tensor in tensors:
-            copies.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
-            copies[-1].copy_(tensor, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._queue.put((pending, copies, event))
+        # On the capture's stream: these copies wait for those of whole layers, and the model must not wait with them.
+        stream = self._capture.stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            copies = []
+            for tensor in tensors:
+                copies.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
+                copies[-1].copy_(tensor, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._queue.put((pending, copies, event, tensors))  # which must live until they are copied
 
     # ---- afterwards
 
     def _finish(self) -> None:
         while (item := self._queue.get()) is not None:
-            pending, tensors, event = item
+            pending, tensors, event, _ = item
             try:
                 event.synchronize()
                 self._send(pending, tensors)

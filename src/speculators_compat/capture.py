@@ -114,7 +114,7 @@ class Capture:
         self._read: dict[int, torch.cuda.Event] = {}
         self._steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
         if self.on_cuda:
-            self._stream = torch.cuda.Stream()
+            self.stream = torch.cuda.Stream()
             self.sender = Sender(depot, pin=_pin, unpin=_unpin)
             threading.Thread(target=self._finish_steps, name="speculators_compat capture", daemon=True).start()
         else:
@@ -191,7 +191,7 @@ class Capture:
                     mend="keep enforce_eager on: a compiled model or a replayed CUDA graph runs no hooks",
                 )
             if self.on_cuda:
-                with torch.cuda.stream(self._stream):
+                with torch.cuda.stream(self.stream):
                     step.extremes = _to_pinned(step.extremes)
                     step.tokens = _to_pinned(step.tokens)
                     step.copied = torch.cuda.Event()
@@ -294,8 +294,8 @@ class Capture:
             staging[:rows].copy_(hidden[:rows])
         else:
             torch.add(hidden[:rows], residual[:rows], out=staging[:rows])
-        self._stream.wait_stream(compute)
-        with torch.cuda.stream(self._stream):
+        self.stream.wait_stream(compute)
+        with torch.cuda.stream(self.stream):
             torch.linalg.vector_norm(staging[:rows], ord=float("inf"), dim=-1, out=step.extremes[index])
             for span in spans:
                 piece = staging[span.row : span.row + span.count]

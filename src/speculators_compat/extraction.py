@@ -108,17 +108,25 @@ class Session:
         self._depot.close()
 
 
-def result(prompt: list[int], layers: list[Any]) -> dict[str, Any]:
-    """One prompt's result, in speculators' own form."""
+def input_ids(prompt: list[int]) -> Any:
+    """A prompt as a long tensor of shape (tokens,)."""
     import torch
 
-    return {"input_ids": torch.as_tensor(prompt, dtype=torch.long), "hidden_states": layers, "loss_mask": None}
+    return torch.tensor(prompt, dtype=torch.long)
+
+
+def result(prompt: Any, layers: list[Any]) -> dict[str, Any]:
+    """One prompt's result, in speculators' own form."""
+    return {"input_ids": prompt, "hidden_states": layers, "loss_mask": None}
 
 
 def results(
-    session: Session, prompts: list[list[int]], states: list[list[Any]], verdicts: list[alignment.Verdict]
+    session: Session, prompts: list[Any], states: list[list[Any]], verdicts: list[alignment.Verdict]
 ) -> list[dict[str, Any]]:
     """What ``generate()`` returns: as speculators' own results, in the order of the prompts.
+
+    Args:
+        prompts: as :func:`input_ids` makes them.
 
     Raises:
         UnprovedError: SC515 naming the prompts whose states are not their own, SC516 if that happens all the time.

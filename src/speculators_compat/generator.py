@@ -13,7 +13,7 @@ from .adapter import Context
 from .alignment import Verdict
 from .construction import Construction, constructing
 from .errors import CompatWarning
-from .extraction import Session, not_ours, result, results
+from .extraction import Session, input_ids, not_ours, result, results
 from .prompts import check_model, check_prompts, placeholder_tokens
 from .watchdog import SHUTDOWN, clean_up, end_workers, starting, watching
 
@@ -124,22 +124,29 @@ def generate(
         raise not_ours()
     driver: Driver = self.driver
     config = self.vllm_config.model_config
-    prompts = check_prompts(
+    checked = check_prompts(
         token_ids,
         vocab_size=config.get_vocab_size(),
         max_tokens=config.max_model_len - 1,
         placeholders=placeholder_tokens(config.hf_config),
     )
-    index = {f"req_{self._request_counter}_{i}": i for i in range(len(prompts))}
-    self._request_counter += 1
-    states: list[list[Any]] = [[] for _ in prompts]
-    verdicts: list[Verdict] = [Verdict() for _ in prompts]
-    waiting = set(index)
-    session.expect(list(index))
+    call, self._request_counter = self._request_counter, self._request_counter + 1
+    prompts: list[Any] = []
+    index: dict[str, int] = {}
+    waiting: set[str] = set()
     with watching(self, settings.current().watchdog, "vLLM computes the first step") as dog:
         try:
-            for id, i in index.items():
-                driver.add(id, prompts[i])
+            for i, prompt in enumerate(checked):
+                id = f"req_{call}_{i}"
+                session.expect([id])
+                driver.add(id, prompt)
+                index[id] = i
+                waiting.add(id)
+                prompts.append(prompt)
+            # The engine computes already: the time that this takes is not lost.
+            prompts = [input_ids(prompt) for prompt in prompts]
+            states: list[list[Any]] = [[] for _ in prompts]
+            verdicts: list[Verdict] = [Verdict() for _ in prompts]
             while waiting:
                 finished = driver.step()
                 dog.beat(f"vLLM computes a step ({len(index) - len(waiting)} of {len(index)} prompts done)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +110,10 @@ def placeholder_tokens(config: Any) -> frozenset[int]:
 
 def check_prompts(
     token_ids: Any, *, vocab_size: int, max_tokens: int, placeholders: Collection[int] = ()
-) -> list[list[int]]:
-    """Prompts as lists of ints; those longer than ``max_tokens`` are cut, as speculators does, and counted in the log.
+) -> Iterator[list[int]]:
+    """Prompts as lists of ints, one by one, so that the engine can begin with the first while the others are looked at.
+
+    Those longer than ``max_tokens`` are cut, as speculators does, and counted in the log.
 
     Args:
         token_ids: a list of lists of ints (or of 1-D tensors), or a 2-D tensor.
@@ -123,7 +125,6 @@ def check_prompts(
     prompts = token_ids.tolist() if hasattr(token_ids, "tolist") else list(token_ids)
     if not prompts:
         _bad_prompt("an empty list of prompts", "at least one prompt", "remove the call, or check the data file")
-    checked = []
     cut = 0
     for index, prompt in enumerate(prompts):
         ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
@@ -131,13 +132,14 @@ def check_prompts(
             _bad_prompt(f"prompt {index} is a {type(ids).__name__}", "a list of token ids", "tokenize it first")
         if not ids:
             _bad_prompt(f"prompt {index} is empty", "at least one token", "leave it out")
-        for position, token in enumerate(ids):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-                _bad_prompt(
-                    f"prompt {index} has {token!r} at position {position}",
-                    f"token ids from 0 to {vocab_size - 1}, the target model's vocabulary",
-                    "tokenize with the target model's own tokenizer",
-                )
+        if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocab_size:  # several times faster than the loop
+            for position, token in enumerate(ids):
+                if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+                    _bad_prompt(
+                        f"prompt {index} has {token!r} at position {position}",
+                        f"token ids from 0 to {vocab_size - 1}, the target model's vocabulary",
+                        "tokenize with the target model's own tokenizer",
+                    )
         if placeholders and not placeholders_absent(ids, placeholders):
             _bad_prompt(
                 f"prompt {index} has a place for an image, video or audio",
@@ -145,10 +147,9 @@ def check_prompts(
                 "leave it out; states from that place on would be those of another input",
             )
         cut += len(ids) > max_tokens
-        checked.append(list(ids[:max_tokens]))
+        yield list(ids[:max_tokens])
     if cut:
-        log.warning("%d of %d prompts were cut to %d tokens (max_model_len - 1)", cut, len(checked), max_tokens)
-    return checked
+        log.warning("%d of %d prompts were cut to %d tokens (max_model_len - 1)", cut, len(prompts), max_tokens)
 
 
 def placeholders_absent(ids: Sequence[int], placeholders: Collection[int]) -> bool:
