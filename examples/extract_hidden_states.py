@@ -30,6 +30,7 @@ from speculators_compat import cli, dataio, layer_ids, manifest, settings, shard
 from speculators_compat.detect import detect
 from speculators_compat.errors import CompatError
 from speculators_compat.extraction import UnprovedError
+from speculators_compat.write_behind import WriteBehind
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -126,7 +127,10 @@ def extract(args: argparse.Namespace) -> int:
     generator = progress = None
     unproved: list[str] = []
     source = {"path": data.path, **reading, "limit": args.limit}
-    with shards.open_writer(args.output_dir, decisive, shard, data=source, checksums=not args.no_checksums) as writer:
+    with (
+        shards.open_writer(args.output_dir, decisive, shard, data=source, checksums=not args.no_checksums) as writer,
+        WriteBehind(writer) as behind,
+    ):
         if writer.finished or writer.damaged:
             print(f"resuming: {writer.resumed} finished, {len(writer.damaged)} damaged", file=sys.stderr)
         try:
@@ -139,19 +143,23 @@ def extract(args: argparse.Namespace) -> int:
                     writer.record(**manifest.describe_run(generator, **run_facts(args)))
                     lines = min(data.lines, args.limit or data.lines)
                     progress = dataio.Progress(shard.share(lines) if shard else lines, writer.resumed)
+                behind.make_room()
                 try:
-                    results = generator.generate([sample.input_ids for sample in batch])
+                    # Files are written while the engine computes.
+                    generator.generate(
+                        [sample.input_ids for sample in batch],
+                        on_result=lambda i, result, batch=batch: behind.put(batch[i], result),
+                    )
                 except UnprovedError as error:
                     if error.id != "SC515":
                         raise
                     print(error, file=sys.stderr)
-                    results = error.results
                     unproved += [f"line {batch[i].line}: {why}" for i, why in error.failed.items()]
-                pairs = zip(batch, results, strict=True)
-                writer.write_all((sample, result) for sample, result in pairs if result is not None)
                 if progress is not None:
                     progress.advance(len(batch), sum(len(sample.input_ids) for sample in batch))
+            behind.flush()
         finally:
+            behind.wait()  # whatever ended the run, what was computed is kept
             if progress is not None:
                 progress.close()
             proved = manifest.alignment_report(generator, writer.noted("alignment"))

@@ -36,11 +36,11 @@ class VllmHiddenStatesGenerator:
     def __init__(self, model_path, layer_ids=None, **_):
         self.layer_ids = layer_ids or [2, LAYERS // 2, LAYERS - 3, LAYERS - 1]
 
-    def generate(self, token_ids):
-        return [
-            {"input_ids": torch.tensor(ids), "hidden_states": states_of(ids, self.layer_ids), "loss_mask": None}
-            for ids in token_ids
-        ]
+    def generate(self, token_ids, on_result):
+        for index, ids in enumerate(token_ids):
+            states = states_of(ids, self.layer_ids)
+            on_result(index, {"input_ids": torch.tensor(ids), "hidden_states": states, "loss_mask": None})
+        return []
 
     def shutdown(self):
         pass

@@ -127,7 +127,7 @@ class Rig:
         if method == "speculators_compat_reset":
             self.capture.reset()
             return [{}]
-        ids, depot, normed = args[:3]
+        ids, depot, normed, *_ = args
         inner = self.model.model
         norm = alignment.final_norm_of(self.model, "model.layers") if normed else None
         layers = self.layers(inner.layers)

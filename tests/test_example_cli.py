@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -49,19 +50,18 @@ class VllmHiddenStatesGenerator:
         self.ended = 0
         type(self).made.append(self)
 
-    def generate(self, token_ids):
+    def generate(self, token_ids, on_result):
         self.calls.append([list(ids) for ids in token_ids])
         fail = self.fail_at or ((int(os.environ["FAIL_AT"]), "kill") if "FAIL_AT" in os.environ else None)
         if fail and len(self.calls) == fail[0]:
             if fail[1] == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise fail[1]
-        results = []
-        for ids in token_ids:
+        for index, ids in enumerate(token_ids):
             ids = torch.tensor(ids[: self.max_len])
             states = [(ids[:, None] + 1000 * layer + torch.arange(8) / 8).float() for layer in self.layer_ids]
-            results.append({"input_ids": ids, "hidden_states": states, "loss_mask": None})
-        return results
+            on_result(index, {"input_ids": ids, "hidden_states": states, "loss_mask": None})
+        return []
 
     def shutdown(self):
         self.ended += 1
@@ -222,8 +222,9 @@ def test_killed_and_resumed_equals_undisturbed(
             text=True,
         )
         assert done.returncode == status, done.stderr
-    assert "written:   3 samples" in done.stdout
-    assert "resumed:   6 samples" in done.stdout
+    # How many were on the disk when the process was killed is up to the threads that write.
+    written, resumed = (int(re.search(rf"{name}: +(\d+) samples", done.stdout)[1]) for name in ("written", "resumed"))
+    assert written + resumed == 9
     out = tmp_path / "out"
     job[job.index("--output-dir") + 1] = tmp_path / "undisturbed"
     assert main(*job) == 0

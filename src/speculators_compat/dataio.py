@@ -33,10 +33,10 @@ import os
 import re
 import shutil
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -80,8 +80,8 @@ FORMATS = ("pt", "safetensors")
 
 # A longer line is skipped unread: a file that is one huge JSON array must not be taken into memory.
 MAX_LINE_BYTES = 64 * 2**20
-# Samples of one batch that are written at the same time. Hashing, writing and fsync leave the interpreter free.
-WRITERS = 4
+# Hidden states are put together for a safetensors file in pieces that stay in the processor's cache.
+PIECE_BYTES = 2**20
 # Where the vocabulary's size is not known, ids are still kept well inside an int32.
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -621,6 +621,7 @@ class SampleWriter:
         self._layers: int | None = None
         self._form: list[Any] | None = None  # dtype and hidden size of all samples
         self._warned = False
+        self._changing = threading.Lock()
         self._lock: int | None = None
         self._claim: claims.Claim | None = None
         try:
@@ -698,33 +699,23 @@ class SampleWriter:
         Raises:
             CompatError: SC608 the answer doesn't fit the prompt; SC602 no space; SC603 can't write.
         """
-        return self.write_all([(sample, result)])
+        content = self.begin(sample, result)
+        self.finish(content)
+        return content.count
 
-    def write_all(self, pairs: Iterable[tuple[Sample, Mapping[str, Any]]]) -> int:
-        """Write samples, several at a time; returns the bytes written.
+    def finish(self, content: Content) -> None:
+        """Write what :meth:`begin` made. May be called from several threads, each with a sample of its own.
 
-        They appear in their order: if one can't be written, those before it are there and those after it are not.
+        Raises:
+            CompatError: SC602, SC603.
         """
-        before = self.written_bytes
-        contents: list[_Content] = []
-        error: CompatError | None = None
-        for sample, result in pairs:
-            try:
-                contents.append(self._content(sample, result))
-            except CompatError as wrong:
-                error = wrong
-                break
-        pool = ThreadPoolExecutor(WRITERS) if len(contents) > 1 else None
+        content.write()
         try:
-            written = [pool.submit(content.write) if pool else None for content in contents]
-            for content, future in zip(contents, written, strict=True):
-                if future is None:
-                    content.write()
-                else:
-                    future.result()
+            with self._changing:
                 if self._claim is not None:
                     self._claim.check()
-                content.publish()
+            content.publish()
+            with self._changing:
                 if content.digest is not None:
                     self._add_checksum(content.path, content.digest.hexdigest())
                 self.finished[content.number] = content.length
@@ -732,19 +723,15 @@ class SampleWriter:
                 self.written_tokens += content.length
                 self.written_bytes += content.count
         except BaseException:
-            if pool is not None:
-                pool.shutdown(cancel_futures=True)
-            for content in contents:
-                content.discard()
+            content.discard()
             raise
-        finally:
-            if pool is not None:
-                pool.shutdown()
-        if error is not None:
-            raise error
-        return self.written_bytes - before
 
-    def _content(self, sample: Sample, result: Mapping[str, Any]) -> _Content:
+    def begin(self, sample: Sample, result: Mapping[str, Any]) -> Content:
+        """A sample to be written by :meth:`finish`: checked, nothing is on the disk yet.
+
+        Raises:
+            CompatError: SC608 the answer doesn't fit the prompt.
+        """
         import torch
 
         ids = torch.tensor(sample.input_ids, dtype=torch.long)
@@ -767,14 +754,12 @@ class SampleWriter:
             if self.output == "pt":
                 torch.save({"input_ids": ids, "hidden_states": states, "loss_mask": mask}, out)
             else:
-                from safetensors.torch import save
-
-                out.write(save({"token_ids": ids, "hidden_states": torch.stack(states, dim=1)}))
+                write_safetensors(out, ids, states)
 
         size = sum(tensor.numel() * tensor.element_size() for tensor in (ids, mask, *states))
         number = self._number(sample)
         digest = hashlib.blake2b() if self._sums is not None else None
-        return _Content(self._path(number), produce, size, digest, number, len(sample.input_ids))
+        return Content(self._path(number), produce, size, digest, number, len(sample.input_ids))
 
     def close(self, *, complete: bool = True) -> None:
         """Write ``sample_lengths.json`` and the final manifest, and let go of the folder."""
@@ -1074,6 +1059,40 @@ class _Output:
             raise
 
 
+def write_safetensors(out: Any, ids: Any, states: Sequence[Any]) -> None:
+    """Write what the trainer of speculators 0.5 and later reads, without a second copy of the states in memory.
+
+    ``token_ids`` of shape (tokens,), I64, and ``hidden_states`` of shape (tokens, layers, hidden size). Layout:
+    https://huggingface.co/docs/safetensors ("Format"): the header's length as a little-endian 64-bit number, the header
+    as JSON, then the tensors' bytes.
+
+    Args:
+        out: has ``write``.
+        states: for each layer a contiguous CPU tensor of shape (tokens, hidden size).
+    """
+    import torch
+
+    names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+    (tokens, hidden), dtype = states[0].shape, states[0].dtype
+    begin, row = 8 * tokens, len(states) * hidden * states[0].element_size()
+    header = {
+        "token_ids": {"dtype": "I64", "shape": [tokens], "data_offsets": [0, begin]},
+        "hidden_states": {
+            "dtype": names[dtype],
+            "shape": [tokens, len(states), hidden],
+            "data_offsets": [begin, begin + tokens * row],
+        },
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    out.write(len(text).to_bytes(8, "little") + text)
+    out.write(ids.numpy().data)
+    step = max(1, PIECE_BYTES // row)
+    for first in range(0, tokens, step):
+        piece = torch.stack([state[first : first + step] for state in states], dim=1)
+        out.write(piece.view(torch.uint8).numpy().data)
+
+
 def file_checksum(path: Path) -> str:
     """BLAKE2b-512 of a file, as ``b2sum`` prints it."""
     digest = hashlib.blake2b()
@@ -1084,7 +1103,7 @@ def file_checksum(path: Path) -> str:
 
 
 @dataclass
-class _Content:
+class Content:
     """A file to be: written under another name first, so that it appears whole or not at all."""
 
     path: Path
@@ -1138,7 +1157,7 @@ class _Content:
 
 
 def _write_atomically(path: Path, produce: Callable[[_Output], object], *, expected_bytes: int) -> None:
-    content = _Content(path, produce, expected_bytes)
+    content = Content(path, produce, expected_bytes)
     content.write()
     content.publish()
 
