@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from speculators_compat import matrix as matrix_module
 from speculators_compat.errors import CompatError
-from speculators_compat.matrix import STATUSES, Matrix, load_matrix
+from speculators_compat.matrix import RESTORED, STATUSES, Matrix, load_matrix
 
 GOOD = """\
 schema: 1
@@ -133,8 +133,10 @@ def test_shipped_matrix() -> None:
     assert shipped.rows[0].lower <= Version("0.11.0")
     assert shipped.rows[-1].upper > Version("0.33.0")
     assert {cell.status for row in shipped.rows for cell in row.cells.values()} <= set(STATUSES)
-    assert list(shipped.lineages) == ["0.3", "0.4", "0.5+"]
-    assert all(row.cells["0.5+"].status == "unsupported" for row in shipped.rows)
+    assert list(shipped.lineages) == ["0.3", "0.4", "0.5", "0.6-0.8", "0.9"]
+    newer = [row.cells[line] for row in shipped.rows for line in list(shipped.lineages)[2:]]
+    assert {cell.adapter_set for cell in newer} == {RESTORED}
+    assert "unsupported" not in {cell.status for row in shipped.rows for cell in row.cells.values()}
 
 
 # --- faults ---

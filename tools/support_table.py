@@ -146,12 +146,15 @@ def markdown(matrix: Matrix, proofs: support.Proofs) -> str:
     """The table and its notes."""
     heads = support.columns(matrix.lineages.values())
     known = [release for row in matrix.rows for release in row.releases]
+    table = support.table(matrix, proofs)
+    groups = list(support.alike(table, heads))
+    names = [" to ".join(dict.fromkeys((heads[group[0]].name, heads[group[-1]].name))) for group in groups]
     lines = [
-        "| vLLM | " + " | ".join(f"speculators {head.name}" for head in heads) + " |",
-        "|---" * (len(heads) + 1) + "|",
+        "| vLLM | " + " | ".join(f"speculators {name}" for name in names) + " |",
+        "|---" * (len(groups) + 1) + "|",
     ]
-    for line in support.table(matrix, proofs):
-        cells = [_cell(one) for one in line.entries]
+    for line in table:
+        cells = [_cell(support.merge([line.entries[n] for n in group])) for group in groups]
         lines.append(f"| {support.spans(line.releases, known)} | " + " | ".join(cells) + " |")
     lines.append("")
     for text, releases in support.notes(matrix, proofs).items():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from . import restored, settings
-from .detect import Installed, detect_all
+from .detect import Installed, detect, detect_all
 from .errors import CATALOG, CompatError
 from .matrix import RESTORED, Matrix, Selection, load_matrix
 
@@ -250,7 +250,7 @@ def _environment(
         registry = registered()
     if installed is None:
         installed = detect_all()
-    findings = _package_findings(installed)
+    findings = [*_package_findings(installed), *_connector_findings(installed)]
     if settings.switched_off():
         findings.append(
             Finding(
@@ -358,6 +358,19 @@ def _package_findings(installed: Mapping[str, Installed]) -> list[Finding]:
                 Finding("SC100", "error", name, f"{name} is not installed in this environment", "", command)
             )
     return findings
+
+
+def _connector_findings(installed: Mapping[str, Installed]) -> list[Finding]:
+    """hs-connectors, which ``import speculators`` needs from 0.8 on, and ``pip install --no-deps`` leaves out."""
+    from packaging.version import Version
+
+    version = installed["speculators"].version
+    if version is None or version < Version("0.8.dev0") or detect("hs_connectors").present:
+        return []
+    found = "hs_connectors is not installed in this environment"
+    why = f"import speculators fails without it, speculators being {version}"
+    mend = f"pip install --no-deps hs-connectors=={version.base_version}"
+    return [Finding("SC100", "error", "hs_connectors", found, why, mend)]
 
 
 def _row_findings(selection: Selection, forced: str | None, strict: bool) -> list[Finding]:

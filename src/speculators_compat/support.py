@@ -165,6 +165,17 @@ def side_by_side(line: Line, heads: Sequence[Column]) -> Iterator[tuple[tuple[Co
             start = end
 
 
+def alike(lines: Sequence[Line], heads: Sequence[Column]) -> Iterator[list[int]]:
+    """Neighbouring columns of which every line says the same, as lists of their numbers."""
+    group: list[int] = []
+    for number in range(len(heads)):
+        if group and any(_kind(line.entries[number]) != _kind(line.entries[group[0]]) for line in lines):
+            yield group
+            group = []
+        group.append(number)
+    yield group
+
+
 def notes(matrix: Matrix, proofs: Proofs) -> dict[str, list[Version]]:
     """What is to be said beside the table: each text, and the vLLM releases that it is about."""
     found: dict[str, list[Version]] = {}

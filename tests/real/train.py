@@ -3,7 +3,8 @@
     python train.py OUTPUT_DIR MODEL ANSWER.json
 
 Everything is speculators' own: data set, collation, vocabulary mapping, draft model, trainer. Only the output's format
-decides which data set class is used. The answer holds the loss of each step and what the data set gave.
+decides which data set class is used. The answer holds the loss of each step and what the data set gave; for an Arrow data
+set also its error against the layers that this release's trainer asks for, by transformers.
 """
 
 import copy
@@ -39,12 +40,34 @@ def new_loader(folder, hidden_size):
     from speculators.train.vocab_mapping import save_token_frequency_distribution
 
     # 0.5.0 sets the number of the first file only where the data set is split.
-    data = ArrowDataset(max_len=MAX_LEN, datapath=folder, on_missing="raise", split_ratio=0.999999)
+    whole = {"split_ratio": 0.999999} if "split_ratio" in inspect.signature(ArrowDataset).parameters else {}
+    data = ArrowDataset(max_len=MAX_LEN, datapath=folder, on_missing="raise", **whole)
     rows = list(data.data)
     frequencies = Path(folder) / "token_freq.pt"
     save_token_frequency_distribution(rows, str(frequencies))
     counts = torch.load(frequencies, weights_only=True)
     return data, create_collate_fn(MAX_LEN, hidden_size, preprocess=shift_batch), counts
+
+
+def layers_error(data, model_path):
+    """Largest error, relative to the layer's largest value, of all samples: the trainer's own target layers, and the last
+    layer before the final norm, computed by transformers in float32."""
+    from speculators.models.utils import resolve_target_layer_ids
+    from transformers import AutoModelForCausalLM
+
+    ids = resolve_target_layer_ids(None, model_path)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    last = []
+    model.model.norm.register_forward_pre_hook(lambda _, args: last.append(args[0]))
+    worst = 0.0
+    for sample in (data[i] for i in range(len(data))):
+        with torch.no_grad():
+            states = model(sample["input_ids"][None], output_hidden_states=True).hidden_states
+        wanted = [*(states[k][0] for k in ids), last.pop()[0]]
+        got = [*sample["hidden_states"].float().chunk(len(ids), dim=1), sample["verifier_last_hidden_states"].float()]
+        for a, b in zip(got, wanted, strict=True):
+            worst = max(worst, ((a - b).abs().max() / b.abs().max()).item())
+    return {"error": worst, "layers": ids}
 
 
 def main(folder, model_path, answer_path):
@@ -62,7 +85,8 @@ def main(folder, model_path, answer_path):
     draft = copy.deepcopy(verifier)
     draft.num_hidden_layers = 1
     draft._attn_implementation = "simple_flex_attention"  # as speculators' training script does
-    arguments = {"use_off_policy_tokens": True, "ttt_steps": 2, "ttt_step_loss_decay": 1.0}
+    arguments = {"use_off_policy_tokens": True, "ttt_steps": 2, "ttt_step_loss_decay": 1.0, "loss_fn": "kl_div"}
+    arguments["loss_implementation"] = "eager"  # the other one needs a GPU
     model = Eagle3DraftModel.from_training_args(
         verifier_config=draft,
         t2d=t2d,
@@ -107,6 +131,7 @@ def main(folder, model_path, answer_path):
                 "first": sum(losses[: len(loader)]) / len(loader),
                 "last": sum(losses[-len(loader) :]) / len(loader),
                 "shapes": {k: list(v.shape) for k, v in first.items()},
+                **({"trainer": layers_error(data, model_path)} if hasattr(data, "on_missing") else {}),
                 "aux_layers": getattr(model.config, "eagle_aux_hidden_state_layer_ids", None),
             }
         )

@@ -1,0 +1,112 @@
+"""speculators 0.9.0, which has no generator, with the newest vLLM: an old script, and the new trainer's own data set."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from vllm_env import ROOT, VllmEnv, make
+
+pytestmark = pytest.mark.real
+
+HERE = Path(__file__).parent
+VLLM, SPECULATORS = "0.32.0", "0.9.0"
+EXACT = '{"dtype": "float32", "compilation_config": {"custom_ops": ["none"]}}'
+LAYERS = 8  # the trainer's own layers, 2, n // 2 and n - 3, must differ
+#: Largest error of an old script's samples against transformers, layer ids counting the layers that are left.
+CHECK = """
+import json, sys
+from pathlib import Path
+import torch
+sys.path.insert(0, sys.argv[1])
+import tiny_models
+model, prompts, output, *ids = sys.argv[2:]
+prompts, ids, worst = json.loads(Path(prompts).read_text()), [int(k) for k in ids], 0.0
+order = sorted(set(ids))
+for number, (prompt, states) in enumerate(zip(prompts, tiny_models.reference_hidden_states(Path(model), prompts, order))):
+    sample = torch.load(Path(output) / f"data_{number}.pt", weights_only=True)
+    assert sample["input_ids"].tolist() == prompt, number
+    assert len(sample["hidden_states"]) == len(ids)
+    for got, k in zip(sample["hidden_states"], ids):
+        wanted = states[order.index(k)]
+        assert got.shape == wanted.shape
+        worst = max(worst, ((got - wanted).abs().max() / wanted.abs().max()).item())
+print("WORST", worst)
+"""
+
+
+@pytest.fixture(scope="module")
+def env() -> VllmEnv:
+    return make(VLLM)
+
+
+@pytest.fixture(scope="module")
+def model(env: VllmEnv, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("newest") / "llama"
+    build = f"tiny_models.build_llama(sys.argv[2], num_layers={LAYERS})"
+    code = f"import sys; sys.path.insert(0, sys.argv[1]); import tiny_models; {build}"
+    done = env.run("-c", code, ROOT / "examples", folder, speculators=None)
+    assert done.returncode == 0, done.stdout
+    return folder
+
+
+def prompts(count: int) -> list[list[int]]:
+    draw = random.Random(9)
+    # Some tokens are frequent, as in text, so that there is something to learn.
+    return [[min(511, 8 + int(draw.expovariate(1 / 40))) for _ in range(draw.randrange(8, 60))] for _ in range(count)]
+
+
+def test_an_old_script_runs_unchanged(env: VllmEnv, model: Path, tmp_path: Path) -> None:
+    file, ids = tmp_path / "prompts.json", ["2", "4", "5", "7"]
+    file.write_text(json.dumps(prompts(28)))  # more than ten in a call: released 0.4 returned them in another order
+    variables = {"SPECULATORS_COMPAT_VLLM_ARGS": EXACT, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    script = HERE / "script_of_0_4.py"
+    done = env.run(script, model, file, tmp_path / "out", *ids, speculators=SPECULATORS, **variables)
+    assert done.returncode == 0, done.stdout[-6000:]
+    # What the ids count is said once, in both conventions, with what the trainer must be told.
+    assert done.stdout.count("count the layers that are left") == 1
+    assert "boundaries [3, 5, 6, 8]" in done.stdout
+    assert "--target-layer-ids 3 5 6," in done.stdout
+    assert "untested" not in done.stdout
+    checked = env.run("-c", CHECK, ROOT / "examples", model, file, tmp_path / "out", *ids, speculators=None)
+    assert checked.returncode == 0, checked.stdout[-6000:]
+    assert 0 < float(checked.stdout.rpartition("WORST ")[2]) <= 1e-5
+
+
+def test_without_the_plugin_it_fails(env: VllmEnv, tmp_path: Path) -> None:
+    """What users meet today."""
+    done = env.run(
+        HERE / "script_of_0_4.py", "m", "p", tmp_path, speculators=SPECULATORS, SPECULATORS_COMPAT="0"
+    )
+    assert done.returncode != 0
+    assert "No module named 'speculators.data_generation.vllm_hidden_states_generator'" in done.stdout
+
+
+def test_the_trainer_reads_what_the_example_writes(env: VllmEnv, model: Path, tmp_path: Path) -> None:
+    """No format, no layer ids given: both are those of the installed trainer, which reads them and learns."""
+    file, out, answer = tmp_path / "prompts.jsonl", tmp_path / "out", tmp_path / "answer.json"
+    lines = [json.dumps({"input_ids": ids, "loss_mask": [1] * len(ids)}) for ids in prompts(40)]
+    file.write_text("\n".join(lines))
+    arguments = ["--model-path", model, "--prepared-data", file, "--output-dir", out, "--vllm-args", EXACT]
+    arguments += ["--max-seq-len", 100, "--gpu-memory-utilization", 0.3, "--skip-check"]
+    done = env.run(
+        ROOT / "examples" / "extract_hidden_states.py",
+        *arguments,
+        speculators=SPECULATORS,
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert "count the layers that are left" not in done.stdout  # nothing is in doubt here
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["recorded"]["boundaries"] == [2, LAYERS // 2, LAYERS - 3, LAYERS]
+    assert [layer["boundary"] for layer in manifest["recorded"]["layers_captured"]] == manifest["recorded"]["boundaries"]
+    assert manifest["recorded"]["way"] == "restored"
+    done = env.run(HERE / "train.py", out, model, answer, speculators=SPECULATORS, SPECULATORS_COMPAT="0")
+    assert done.returncode == 0, done.stdout[-6000:]
+    found = json.loads(answer.read_text())
+    assert found["samples"] == 40
+    assert found["trainer"]["layers"] == [2, LAYERS // 2, LAYERS - 3] == found["aux_layers"]
+    assert found["trainer"]["error"] <= 1e-5
+    assert found["last"] < 0.8 * found["first"]
