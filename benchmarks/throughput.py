@@ -7,9 +7,11 @@ hold when the machine's speed drifts. Every peer computes the same prompts; what
 
 plain         vLLM's LLM.generate(max_tokens=1): prefill alone, nothing captured
 plugin        VllmHiddenStatesGenerator with speculators-compat: all states in host memory, verified
+files         the same, and every sample in a file of its own on a memory file system, with its checksum
 vllm          vLLM's own extract_hidden_states: all states in files on a memory file system
 transformers  a transformers forward pass with output_hidden_states: the same layers in host memory
-released      speculators' generator as released, with only the names mended that stop it from starting
+released      speculators' generator as released, with only the names mended that stop it from starting; more than 32
+              prompts in a call stall it, so it is not asked for them
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import os
 import random
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -73,6 +76,12 @@ class Peer:
 
     def run(self, prompts: list[list[int]]) -> None:
         raise NotImplementedError
+
+    def prepare(self) -> None:
+        """Before a measurement, not timed."""
+
+    def finish(self) -> None:
+        """At its end: what has been put off until now. Timed."""
 
     def close(self) -> None:
         """Free the device."""
@@ -138,27 +147,64 @@ class VllmOwn(Plain):
 
 
 class Plugin(Peer):
+    _shared: Any = None  # one engine for this and for the files
+
     def __init__(self, folder: Path, config: dict[str, Any], options: argparse.Namespace) -> None:
-        import speculators_compat
+        self.layers = layer_ids(config)
+        if Plugin._shared is None:
+            import speculators_compat
 
-        speculators_compat.activate()
-        speculators_compat.configure(vllm_args={"load_format": "dummy"})
-        from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator
+            speculators_compat.activate()
+            speculators_compat.configure(vllm_args={"load_format": "dummy"})
+            from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator
 
-        self.generator = VllmHiddenStatesGenerator(
-            str(folder), layer_ids=layer_ids(config), max_model_len=options.tokens + 1,
-            gpu_memory_utilization=options.memory,
-        )  # fmt: skip
+            Plugin._shared = VllmHiddenStatesGenerator(
+                str(folder), layer_ids=self.layers, max_model_len=options.tokens + 1,
+                gpu_memory_utilization=options.memory,
+            )  # fmt: skip
+        self.generator = Plugin._shared
 
     def run(self, prompts: list[list[int]]) -> None:
         self.results = self.generator.generate(prompts)
+
+    def finish(self) -> None:
+        self.results = []
 
     def close(self) -> None:
         self.results = []
         self.generator.shutdown()
 
 
-class Released(Plugin):
+class Files(Plugin):
+    def prepare(self) -> None:
+        from speculators_compat.dataio import SampleWriter
+        from speculators_compat.write_behind import WriteBehind
+
+        self.out = Path(tempfile.mkdtemp(dir=MEMORY if MEMORY.is_dir() else None))
+        self.writer = SampleWriter(self.out, {"layer_ids": self.layers, "format": "pt"})
+        self.behind = WriteBehind(self.writer)
+        self.number = 0
+
+    def run(self, prompts: list[list[int]]) -> None:
+        from speculators_compat.dataio import Sample
+
+        first, self.number = self.number, self.number + len(prompts)
+
+        def put(i: int, result: dict[str, Any]) -> None:
+            ids = prompts[i]
+            self.behind.put(Sample(first + i, ids, [1] * len(ids), len(ids)), result)
+
+        self.behind.make_room()
+        self.generator.generate(prompts, on_result=put)
+
+    def finish(self) -> None:
+        self.behind.flush()
+        self.writer.close()
+        assert self.writer.written == self.number
+        shutil.rmtree(self.out)
+
+
+class Released(Peer):
     """The released code, with the names that newer releases moved supplied by hand."""
 
     def __init__(self, folder: Path, config: dict[str, Any], options: argparse.Namespace) -> None:
@@ -190,6 +236,9 @@ class Released(Plugin):
             str(folder), layer_ids=layer_ids(config), max_model_len=options.tokens + 1,
             gpu_memory_utilization=0.8,
         )  # fmt: skip
+
+    def run(self, prompts: list[list[int]]) -> None:
+        self.results = self.generator.generate(prompts)
 
     def close(self) -> None:
         self.results = []
@@ -229,10 +278,11 @@ class Transformers(Peer):
 
 
 PEERS: dict[str, type[Peer]] = {
-    "plain": Plain, "plugin": Plugin, "vllm": VllmOwn, "transformers": Transformers, "released": Released,
+    "plain": Plain, "plugin": Plugin, "files": Files, "vllm": VllmOwn, "transformers": Transformers, "released": Released,
 }  # fmt: skip
-#: Not resident together with others: they take the whole device, or change the process.
+#: In a process of their own after the others: they take the whole device, or need the process as it started.
 ALONE = ("transformers", "released")
+MOST_PROMPTS = {"released": 32}
 
 
 def make_model(shape: str, folder: Path) -> None:
@@ -246,10 +296,25 @@ def make_model(shape: str, folder: Path) -> None:
 
 def measure(peer: Peer, prompts: list[list[int]], batch: int) -> float:
     """Tokens per second over all prompts, in calls of ``batch``."""
+    peer.prepare()
     start = time.perf_counter()
     for first in range(0, len(prompts), batch):
         peer.run(prompts[first : first + batch])
+    peer.finish()
     return sum(map(len, prompts)) / (time.perf_counter() - start)
+
+
+def measure_alone(name: str, options: argparse.Namespace) -> dict[str, list[float]]:
+    """The same in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "figures.json"
+        batches = [batch for batch in options.batches if batch <= MOST_PROMPTS.get(name, batch)]
+        command = [
+            sys.executable, __file__, options.shape, "--peers", name, "--batches", *batches, "--prompts", options.prompts,
+            "--tokens", options.tokens, "--rounds", 1, "--out", out,
+        ]  # fmt: skip
+        subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL, env=os.environ | {"ALONE": "1"})
+        return dict(json.loads(out.read_text())["tokens_per_second"][name])
 
 
 def main() -> None:
@@ -271,30 +336,28 @@ def main() -> None:
     figures: dict[str, dict[str, list[float]]] = {name: {} for name in options.peers}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         make_model(options.shape, Path(folder))
-        together = [name for name in options.peers if name not in ALONE]
-        peers = {}
-        for name in together:
-            peers[name] = PEERS[name](Path(folder), config, options)
-            stack.callback(peers[name].close)
+        alone = [name for name in options.peers if name in ALONE and "ALONE" not in os.environ]
+        peers: dict[str, Peer] = {}
+        for name in (n for n in options.peers if n not in alone):
+            try:
+                peers[name] = PEERS[name](Path(folder), config, options)
+                stack.callback(peers[name].close)
+            except Exception as error:  # a peer that cannot run is a result too
+                print(f"{name}: {type(error).__name__}: {error}", flush=True)
         for batch in options.batches:
-            for name in together:
+            for peer in peers.values():
                 # Twice: the caller holds one batch's results while the next is computed.
-                for _ in range(2):
-                    peers[name].run(prompts[:batch])
+                measure(peer, prompts[: 2 * batch] if 2 * batch <= len(prompts) else prompts[:batch] * 2, batch)
             for number in range(options.rounds):
                 # In turn forwards and backwards, so that a drift of the machine favours nobody.
-                for name in together if number % 2 == 0 else together[::-1]:
+                for name in list(peers) if number % 2 == 0 else list(peers)[::-1]:
                     figures[name].setdefault(str(batch), []).append(measure(peers[name], prompts, batch))
                 print({n: {b: round(v[-1]) for b, v in f.items()} for n, f in figures.items() if f}, flush=True)
         stack.close()
-        for name in (n for n in options.peers if n in ALONE):
+        for name in alone:
             try:
-                alone = PEERS[name](Path(folder), config, options)
-                for batch in options.batches:
-                    alone.run(prompts[:batch])
-                    figures[name][str(batch)] = [measure(alone, prompts, batch)]
-                alone.close()
-            except Exception as error:  # a peer that cannot run is a result too
+                figures[name] = measure_alone(name, options)
+            except Exception as error:
                 print(f"{name}: {type(error).__name__}: {error}", flush=True)
     report(options, figures)
 
