@@ -1,7 +1,7 @@
 # Needs python3 with venv and pip, nothing else: everything is installed into .envs/.
 PYTHON ?= python3
 VLLM ?= 0.16.0
-SPECULATORS ?= 0.3.0 0.4.0 0.4.0.1
+SPECULATORS ?= 0.3.0 0.4.0 0.4.0.1 0.5.0 0.9.0
 
 DEV := .envs/dev/bin/python
 ENV := .envs/vllm-$(VLLM)/bin/python

@@ -36,17 +36,21 @@ def old_loader(folder):
 def new_loader(folder, hidden_size):
     """speculators 0.5 and later: an Arrow data set and hs_N.safetensors."""
     from speculators.models.eagle3.data import shift_batch
-    from speculators.train.data import ArrowDataset, create_collate_fn
+    from speculators.train import data as module
+    from speculators.train.data import ArrowDataset
     from speculators.train.vocab_mapping import save_token_frequency_distribution
 
     # 0.5.0 sets the number of the first file only where the data set is split.
     whole = {"split_ratio": 0.999999} if "split_ratio" in inspect.signature(ArrowDataset).parameters else {}
-    data = ArrowDataset(max_len=MAX_LEN, datapath=folder, on_missing="raise", **whole)
+    exact = {"hidden_states_dtype": torch.float32}
+    data = ArrowDataset(max_len=MAX_LEN, datapath=folder, on_missing="raise", **whole, **exact)
     rows = list(data.data)
     frequencies = Path(folder) / "token_freq.pt"
     save_token_frequency_distribution(rows, str(frequencies))
     counts = torch.load(frequencies, weights_only=True)
-    return data, create_collate_fn(MAX_LEN, hidden_size, preprocess=shift_batch), counts
+    if hasattr(module, "CollateFn"):
+        return data, module.CollateFn(MAX_LEN, hidden_size, dtype=torch.float32, preprocess=shift_batch), counts
+    return data, module.create_collate_fn(MAX_LEN, hidden_size, preprocess=shift_batch), counts
 
 
 def layers_error(data, model_path):
@@ -108,7 +112,10 @@ def main(folder, model_path, answer_path):
     logger = logging.getLogger("speculators.metrics")
     logger.setLevel(logging.INFO)
     logger.addHandler(Keep())
-    known = inspect.signature(TrainerConfig).parameters
+    if "local_rank" not in (known := inspect.signature(TrainerConfig).parameters):
+        from speculators.train import distributed
+
+        distributed._local_rank = "cpu"
     config = {
         "lr": 3e-3,
         "num_epochs": EPOCHS,
