@@ -78,7 +78,10 @@ class _Config(_Loader):
         construction = running()
         if construction is None:
             return config
-        layers = get_hf_text_config(config).num_hidden_layers
+        text = get_hf_text_config(config)
+        if not hasattr(text, "num_hidden_layers"):  # vLLM renames some sub-configs as it loads: llm_config
+            text = get_hf_text_config(get_config(name, trust_remote_code=trust))
+        layers = text.num_hidden_layers
         if construction.arguments["layer_ids"] is not None:
             check_layer_ids(construction.arguments["layer_ids"], layers)
         if not hasattr(config, "num_hidden_layers") and not hasattr(config, "text_config"):

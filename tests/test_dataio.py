@@ -57,6 +57,8 @@ def sample(index: int = 0, length: int = 3) -> Sample:
         ({"input_ids": [1, 2.0]}, "something other than an integer"),
         ({"input_ids": [1, True]}, "something other than an integer"),
         ({"input_ids": [[1, 2]]}, "something other than an integer"),
+        ({"input_ids": [1], "images": ["cat.png"]}, "holds an image, video or audio"),
+        ({"input_ids": [1], "multi_modal_data": {"video": [1]}}, "holds an image, video or audio"),
         ({"input_ids": [1, None]}, "something other than an integer"),
         ('{"input_ids": [1, NaN]}', "something other than an integer"),
         ({"input_ids": [1, -1]}, "negative"),

@@ -15,7 +15,9 @@ from speculators_compat.prompts import (
     check_model,
     check_prefix_caching,
     check_prompts,
+    media,
     placeholder_tokens,
+    text_only,
 )
 
 
@@ -146,6 +148,35 @@ def test_places_for_images() -> None:
     with pytest.raises(InputError, match="prompt 1 has a place for an image"):
         list(check_prompts([[1, 5], [1, 3]], vocab_size=100, max_tokens=5, placeholders=places))
     assert list(check_prompts([[1, 5]], vocab_size=100, max_tokens=5, placeholders=places)) == [[1, 5]]
+
+
+def test_places_in_a_part_of_the_config() -> None:
+    thinker = SimpleNamespace(audio_token_index=4)
+    assert placeholder_tokens(SimpleNamespace(image_token_id=3, thinker_config=thinker)) == {3, 4}
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"prompt_token_ids": [1], "multi_modal_data": {}}, "a dict of prompt_token_ids, multi_modal_data"),
+        ([[1], {"prompt_token_ids": [1], "multi_modal_data": {"image": "x"}}], "prompt 1 is a dict with multi_modal_data"),
+        ([{"input_ids": [1], "pixel_values": Tensor([1.0]), "images": []}], "prompt 0 is a dict with pixel_values"),
+        ([{"input_ids": [1], "multi_modal_data": None}], "prompt 0 is a dict of input_ids, multi_modal_data"),
+        ([[1, 5], (1, 3)], "prompt 1 has a place for an image"),
+    ],
+)
+def test_all_prompts_are_looked_at_for_images_before_the_first_is_used(given: Any, names: str) -> None:
+    with pytest.raises(InputError) as refused:
+        text_only(given, {3})
+    assert refused.value.id == "SC407"
+    assert names in refused.value.found
+
+
+def test_text_alone_is_passed_on() -> None:
+    assert text_only(([1], [2]), {3}) == [[1], [2]]
+    assert text_only(Tensor([[1, 2]])) == [[1, 2]]
+    assert text_only([[[1]], "text"], {3}) == [[[1]], "text"]  # what is wrong with these is said elsewhere
+    assert media({"images": [], "image": None, "input_ids": [1]}) == []
 
 
 def test_prefix_caching_is_refused() -> None:

@@ -51,7 +51,7 @@ from speculators_compat.manifest import (
     tokenizer_hash,
     weights_fingerprint,
 )
-from speculators_compat.prompts import placeholder_tokens, placeholders_absent
+from speculators_compat.prompts import media, placeholder_tokens, placeholders_absent
 
 __all__ = [
     "DataFile",
@@ -230,6 +230,8 @@ def _parse(raw: bytes, index: int, vocab_size: int | None, max_seq_len: int | No
         raise _BadLine("not an object", f"a {type(record).__name__}")
     if "input_ids" not in record:
         raise _BadLine("lacks input_ids", f"has {', '.join(sorted(record)[:5]) or 'no fields'}"[:120])
+    if found := media(record):
+        raise _BadLine("holds an image, video or audio", ", ".join(found))
     ids = record["input_ids"]
     if not isinstance(ids, list):
         raise _BadLine("input_ids is not a list", f"a {type(ids).__name__}")

@@ -14,7 +14,7 @@ from .alignment import Verdict
 from .construction import Construction, constructing
 from .errors import CompatWarning
 from .extraction import Session, input_ids, not_ours, result, results
-from .prompts import check_model, check_prompts, placeholder_tokens
+from .prompts import check_model, check_prompts, placeholder_tokens, text_only
 from .watchdog import SHUTDOWN, clean_up, end_workers, starting, watching
 
 CLASS = "VllmHiddenStatesGenerator"
@@ -124,11 +124,12 @@ def generate(
         raise not_ours()
     driver: Driver = self.driver
     config = self.vllm_config.model_config
+    placeholders = placeholder_tokens(config.hf_config)
     checked = check_prompts(
-        token_ids,
+        text_only(token_ids, placeholders),
         vocab_size=config.get_vocab_size(),
         max_tokens=config.max_model_len - 1,
-        placeholders=placeholder_tokens(config.hf_config),
+        placeholders=placeholders,
     )
     call, self._request_counter = self._request_counter, self._request_counter + 1
     prompts: list[Any] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ log = logging.getLogger("speculators_compat")
 PLACEHOLDERS = (
     "image_token_id",
     "image_token_index",
+    "image_patch_id",
+    "img_context_token_id",
     "img_token_id",
     "video_token_id",
     "video_token_index",
@@ -21,6 +24,25 @@ PLACEHOLDERS = (
     "audio_token_index",
     "media_placeholder_token_id",
     "vision_token_id",
+)
+#: Names under which prompts and rows of data sets carry images, video and audio.
+MEDIA = frozenset(
+    {
+        "audio",
+        "audios",
+        "image",
+        "image_grid_thw",
+        "images",
+        "input_audio_features",
+        "input_features",
+        "mm_data",
+        "multi_modal_data",
+        "multi_modal_embeds",
+        "pixel_values",
+        "pixel_values_videos",
+        "video",
+        "videos",
+    }
 )
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 
@@ -105,7 +127,46 @@ def placeholder_tokens(config: Any) -> frozenset[int]:
         config: a model's config, as an object or as a dictionary.
     """
     values = config if isinstance(config, Mapping) else vars(config)
-    return frozenset(values[name] for name in PLACEHOLDERS if type(values.get(name)) is int)
+    found = frozenset(values[name] for name in PLACEHOLDERS if type(values.get(name)) is int)
+    inner = values.get("thinker_config")  # Qwen's omni models keep them there
+    return found if inner is None else found | placeholder_tokens(inner)
+
+
+def media(values: Mapping[Any, Any]) -> list[str]:
+    """Names of the images, video and audio that a prompt or a row carries; empty for text alone."""
+
+    def there(value: Any) -> bool:
+        return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
+
+    return sorted(name for name in MEDIA.intersection(values) if there(values[name]))
+
+
+def text_only(token_ids: Any, placeholders: Collection[int] = ()) -> list[Any]:
+    """The prompts as a list, once none of them has an image, video or audio: looked at before any is computed.
+
+    Args:
+        token_ids: as for :func:`check_prompts`.
+        placeholders: see :func:`placeholder_tokens`.
+
+    Raises:
+        InputError: SC407 naming the first such prompt.
+    """
+    if isinstance(token_ids, Mapping):
+        _bad_prompt(f"a {type(token_ids).__name__} of {_few(token_ids)}", "a list of prompts", "pass its token ids")
+    prompts = token_ids.tolist() if hasattr(token_ids, "tolist") else list(token_ids)
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, Mapping):
+            found = ", ".join(media(prompt))
+            _bad_prompt(
+                f"prompt {index} is a {type(prompt).__name__} " + (f"with {found}" if found else f"of {_few(prompt)}"),
+                "a list of token ids" + (" of text alone: the generator hands no images to vLLM" if found else ""),
+                "leave it out; without its images its states would be those of another input"
+                if found
+                else "pass its token ids",
+            )
+        if placeholders and isinstance(prompt, (list, tuple)):
+            _refuse_placeholders(index, prompt, placeholders)
+    return prompts
 
 
 def check_prompts(
@@ -140,12 +201,7 @@ def check_prompts(
                         f"token ids from 0 to {vocab_size - 1}, the target model's vocabulary",
                         "tokenize with the target model's own tokenizer",
                     )
-        if placeholders and not placeholders_absent(ids, placeholders):
-            _bad_prompt(
-                f"prompt {index} has a place for an image, video or audio",
-                "text alone: the generator hands no images to vLLM",
-                "leave it out; states from that place on would be those of another input",
-            )
+        _refuse_placeholders(index, ids, placeholders)
         cut += len(ids) > max_tokens
         yield list(ids[:max_tokens])
     if cut:
@@ -155,6 +211,20 @@ def check_prompts(
 def placeholders_absent(ids: Sequence[int], placeholders: Collection[int]) -> bool:
     """Whether a prompt is text alone."""
     return set(placeholders).isdisjoint(ids)
+
+
+def _refuse_placeholders(index: int, ids: Sequence[int], placeholders: Collection[int]) -> None:
+    with contextlib.suppress(TypeError):  # something that cannot be in a set is no token id: said elsewhere
+        if placeholders and not placeholders_absent(ids, placeholders):
+            _bad_prompt(
+                f"prompt {index} has a place for an image, video or audio",
+                "text alone: the generator hands no images to vLLM",
+                "leave it out; states from that place on would be those of another input",
+            )
+
+
+def _few(values: Mapping[Any, Any]) -> str:
+    return ", ".join(map(str, list(values)[:5])) or "nothing"
 
 
 def _bad_prompt(found: str, expected: str, mend: str) -> None:

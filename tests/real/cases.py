@@ -41,6 +41,7 @@ BAD_PROMPTS: dict[str, Any] = {
     "negative token": [[-1]],
     "text": ["abc"],
     "fractions": [[1.5]],
+    "an image": [[5], {"prompt_token_ids": [5], "multi_modal_data": {"image": "cat.png"}}],
 }
 
 
