@@ -424,6 +424,7 @@ def structural_row(work: Work, release: Release, speculators: str) -> dict[str, 
     os.environ.setdefault("SPECULATORS_COMPAT", "0")
     if str(work.project) not in sys.path:
         sys.path.insert(0, str(work.project))
+    from speculators_compat import restored
     from speculators_compat.matrix import load_matrix
     from speculators_compat.registry import adapters
     from speculators_compat.surface import SourceSurface
@@ -437,7 +438,8 @@ def structural_row(work: Work, release: Release, speculators: str) -> dict[str, 
             "vllm": zipfile.Path(wheel),
             "transformers": zipfile.Path(transformers),
             "speculators": work.speculators(speculators),
-        }
+        },
+        supplied=restored.FILES if Version(speculators) >= RESTORED else None,
     )
     chosen = load_matrix().select(Version(release.vllm), Version(speculators)).cell
     probes = {id: adapters()[id].probe(surface) for id in chosen.adapters}
