@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import stubs
+from packaging.version import Version
 from test_order import TOOLS, answer_of, on_stubs
 from vllm_env import VLLM, VllmEnv, environments, interpreter
 
 from speculators_compat import generator, layer_ids, restored, settings
 from speculators_compat.adapter import GENERATOR_MODULE, GENERATOR_PACKAGE, State
+from speculators_compat.doctor.facts import default_layer_ids
 from speculators_compat.errors import CompatError, CompatWarning, InputError
 from speculators_compat.matrix import load_matrix
 from speculators_compat.registry import registry
@@ -364,6 +366,15 @@ def test_a_convention_that_does_not_exist(monkeypatch: pytest.MonkeyPatch, by: s
     with pytest.raises(CompatError) as caught:
         action()
     assert caught.value.id == "SC412"
+
+
+def test_checks_before_the_load_take_the_same_defaults() -> None:
+    for version in ("0.3.0", "0.4.0.1", "0.5.0", "0.9.0"):
+        boundaries = Version(version) >= Version("0.5")
+        assert default_layer_ids(61, Version(version)) == layer_ids.generator_defaults(61, boundaries=boundaries)
+        assert layer_ids.trainer_format(Version(version)) == ("safetensors" if boundaries else "pt")
+    assert default_layer_ids(61) == layer_ids.generator_defaults(61, boundaries=False)
+    assert layer_ids.trainer_format(None) == "pt"
 
 
 def test_defaults_are_those_of_the_installed_trainer() -> None:

@@ -7,7 +7,11 @@ import random
 from pathlib import Path
 
 import pytest
+from test_order import TOOLS, answer_of
+from test_restored import MORE
 from vllm_env import ROOT, VllmEnv, make
+
+from speculators_compat.adapter import GENERATOR_MODULE
 
 pytestmark = pytest.mark.real
 
@@ -75,13 +79,34 @@ def test_an_old_script_runs_unchanged(env: VllmEnv, model: Path, tmp_path: Path)
     assert 0 < float(checked.stdout.rpartition("WORST ")[2]) <= 1e-5
 
 
-def test_without_the_plugin_it_fails(env: VllmEnv, tmp_path: Path) -> None:
-    """What users meet today."""
-    done = env.run(
-        HERE / "script_of_0_4.py", "m", "p", tmp_path, speculators=SPECULATORS, SPECULATORS_COMPAT="0"
-    )
-    assert done.returncode != 0
-    assert "No module named 'speculators.data_generation.vllm_hidden_states_generator'" in done.stdout
+def test_undone_on_the_real_packages(env: VllmEnv) -> None:
+    """What users meet today, what activation changes, and that undoing leaves neither a module nor an attribute."""
+    code = """
+os.environ["SPECULATORS_COMPAT"] = "0"
+import speculators_compat, speculators_compat.worker, speculators_compat.registry
+speculators_compat.registry.registry()
+import speculators.data_generation.vllm_client, vllm.entrypoints.llm, vllm.engine.arg_utils, vllm.config.speculative
+import transformers.configuration_utils, torch
+from vllm.v1.engine.llm_engine import LLMEngine
+today, before = [fails(FROM_MODULE), fails(FROM_PACKAGE)], snapshot()
+del os.environ["SPECULATORS_COMPAT"]
+speculators_compat.activate()
+works = [fails(FROM_MODULE), fails(FROM_PACKAGE)]
+states = {a.id: str(a.state) for a in speculators_compat.status().adapters}
+speculators_compat.deactivate()
+show(today=today, works=works, undone=[fails(FROM_MODULE), fails(FROM_PACKAGE)], left=left(),
+     after=differences(before, snapshot()), states=states, compared=len(before))
+"""
+    done = env.run("-c", TOOLS + MORE + code, speculators=SPECULATORS)
+    found = answer_of(done.returncode, done.stdout)
+    assert found["compared"] > 3000
+    module, package = found["today"]
+    assert module == f"ModuleNotFoundError: No module named '{GENERATOR_MODULE}'"
+    assert package.startswith("ImportError: cannot import name 'VllmHiddenStatesGenerator'")
+    assert found["works"] == ["no error", "no error"]
+    assert found["undone"] == found["today"]
+    assert (found["left"], found["after"]) == ([], [])
+    assert set(found["states"].values()) <= {"applied", "not-needed", "not-applicable", "waiting"}
 
 
 def test_the_trainer_reads_what_the_example_writes(env: VllmEnv, model: Path, tmp_path: Path) -> None:
