@@ -14,8 +14,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import wrapt
-
 from speculators_compat.adapter import GENERATOR_MODULE, Adapter, Context, Probe, State
 from speculators_compat.hookspecs import hookimpl
 from speculators_compat.surface import Surface
@@ -50,6 +48,8 @@ class DeviceMemory(Adapter):
         if hasattr(context.module, "mem_get_info"):
             context.journal.wrap(context.module, "mem_get_info", mem_get_info, adapter=self.id)
             return
+        import wrapt
+
         # speculators 0.3 goes through torch.cuda: give its module a view of torch rather than change torch itself.
         query = wrapt.FunctionWrapper(torch.cuda.mem_get_info, mem_get_info)
         view = _View(torch, cuda=_View(torch.cuda, mem_get_info=query))

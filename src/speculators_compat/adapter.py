@@ -9,11 +9,10 @@ from enum import Enum
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .surface import Surface
-
 if TYPE_CHECKING:
     from .patcher import Journal
     from .settings import Settings
+    from .surface import Surface
 
 GENERATOR_MODULE = "speculators.data_generation.vllm_hidden_states_generator"
 GENERATOR_PACKAGE = GENERATOR_MODULE.rpartition(".")[0]

@@ -25,6 +25,7 @@ from urllib.parse import unquote, urlparse
 from packaging.version import InvalidVersion, Version
 
 from .errors import CompatError
+from .importing import only_looking
 
 __all__ = ["Installed", "detect", "detect_all"]
 
@@ -161,7 +162,8 @@ def _index() -> list[_Metadata]:
 
 def _find(package: str) -> importlib.machinery.ModuleSpec | None:
     try:
-        return importlib.util.find_spec(package)
+        with only_looking():
+            return importlib.util.find_spec(package)
     except (ValueError, ImportError):
         # A module object put into sys.modules by hand has no __spec__; look on the path instead.
         return importlib.machinery.PathFinder.find_spec(package)

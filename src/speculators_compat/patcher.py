@@ -12,14 +12,14 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_file_location
-from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import CompatWarning
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "<absent>"})()
 
@@ -195,7 +195,7 @@ class Journal:
             self._lock.release()
 
 
-class _Supplier(MetaPathFinder):
+class _Supplier:
     """Finds modules in given files. The last finder there is: whatever another one finds is the real module."""
 
     def __init__(self, files: Mapping[str, Path]) -> None:
@@ -205,7 +205,11 @@ class _Supplier(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         file = self._files.get(fullname)
-        return None if file is None else spec_from_file_location(fullname, file)
+        if file is None:
+            return None
+        from importlib.util import spec_from_file_location
+
+        return spec_from_file_location(fullname, file)
 
 
 def _label(owner: Any, name: str) -> str:
