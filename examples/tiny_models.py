@@ -4,6 +4,8 @@
 The `architectures` entries are the real ones, so vLLM runs its real classes:
 
 - `llama`        LlamaForCausalLM
+- `mistral`      MistralForCausalLM (sliding window)
+- `qwen3_moe`    Qwen3MoeForCausalLM (mixture of experts)
 - `deepseek_v3`  DeepseekV3ForCausalLM (MLA, mixture of experts)
 - `kimi_k25`     KimiK25ForConditionalGeneration around the same DeepSeek-V3 weights
 
@@ -34,6 +36,8 @@ __all__ = [
     "build_deepseek_v3",
     "build_kimi_k25",
     "build_llama",
+    "build_mistral",
+    "build_qwen3_moe",
     "load_reference",
     "reference_hidden_states",
 ]
@@ -87,27 +91,54 @@ def build_mistral(folder: str | os.PathLike[str], *, num_layers: int = 6, seed: 
     return path
 
 
+def build_qwen3_moe(folder: str | os.PathLike[str], *, num_layers: int = 5, seed: int = 0) -> Path:
+    """Write a Qwen3MoeForCausalLM: hidden 128, 4 heads of 32 with normed queries and keys, 8 experts, float32.
+
+    Tensor names and shapes: transformers `models/qwen3_moe/modeling_qwen3_moe.py` (one tensor per expert, as in the
+    released checkpoints).
+    """
+    config: dict[str, Any] = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        **_common_config(num_layers),
+        "intermediate_size": 256,
+        "moe_intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "attention_bias": False,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
+    return _write(folder, config, _draw(_qwen3_moe_shapes(config), seed))
+
+
 def build_deepseek_v3(
-    folder: str | os.PathLike[str], *, num_layers: int = 5, seed: int = 0
+    folder: str | os.PathLike[str], *, num_layers: int = 5, seed: int = 0, **changes: Any
 ) -> Path:
     """Write a DeepseekV3ForCausalLM: hidden 128, MLA with heads of 64, 8 experts, float32.
 
-    Layer 0 is dense, the others are mixtures of experts. Tensor names and shapes: transformers
-    `models/deepseek_v3/modeling_deepseek_v3.py` (one tensor per expert, as in the released
-    checkpoints).
+    Layer 0 is dense, the others are mixtures of experts. `changes` replace config entries. Tensor
+    names and shapes: transformers `models/deepseek_v3/modeling_deepseek_v3.py` (one tensor per
+    expert, as in the released checkpoints).
     """
-    config = _deepseek_v3_config(num_layers)
+    config = _deepseek_v3_config(num_layers) | changes
     return _write(folder, config, _draw(_deepseek_v3_shapes(config), seed))
 
 
-def build_kimi_k25(folder: str | os.PathLike[str], *, num_layers: int = 5, seed: int = 0) -> Path:
+def build_kimi_k25(
+    folder: str | os.PathLike[str], *, num_layers: int = 5, seed: int = 0, **changes: Any
+) -> Path:
     """Write a KimiK25ForConditionalGeneration: 2 vision layers of width 64, float32.
 
-    The language tensors are those of `build_deepseek_v3` with the same arguments, under
+    The language tensors are those of `build_deepseek_v3` with the same arguments (`changes` too), under
     `language_model.`. Vision names and shapes: vLLM `models/kimi_k25.py` and `kimi_k25_vit.py`.
     The config and image processor classes travel with the checkpoint (`auto_map`).
     """
-    text_config = _deepseek_v3_config(num_layers)
+    text_config = _deepseek_v3_config(num_layers) | changes
     vision_config: dict[str, Any] = {
         "model_type": "kimi_k25_vision",
         "patch_size": 14,
@@ -147,17 +178,23 @@ def build_kimi_k25(folder: str | os.PathLike[str], *, num_layers: int = 5, seed:
 
     path = _write(folder, config, tensors)
     (path / "configuration_kimi_k25.py").write_text(_CONFIG_CODE)
+    write_kimi_image_processor(path, vision_config["patch_size"], vision_config["init_pos_emb_time"])
+    return path
+
+
+def write_kimi_image_processor(path: Path, patch_size: int = 14, frames: int = 4) -> None:
+    """Write the image processor that vLLM's Kimi-K2.5 loads, even for text."""
     (path / "image_processing_kimi_k25.py").write_text(_IMAGE_PROCESSOR_CODE)
     processor = {
         "image_processor_type": "KimiK25ImageProcessor",
         "auto_map": {"AutoImageProcessor": "image_processing_kimi_k25.KimiK25ImageProcessor"},
-        "patch_size": vision_config["patch_size"],
-        "num_frames_per_chunk": vision_config["init_pos_emb_time"],
+        "patch_size": patch_size,
+        "num_frames_per_chunk": frames,
         # Read by the image processor that vLLM has of its own since 0.29 instead of the one above.
         "media_proc_cfg": {
-            "patch_size": vision_config["patch_size"],
+            "patch_size": patch_size,
             "merge_kernel_size": 2,
-            "temporal_merge_kernel_size": vision_config["init_pos_emb_time"],
+            "temporal_merge_kernel_size": frames,
             "image_mean": [0.5, 0.5, 0.5],
             "image_std": [0.5, 0.5, 0.5],
             "in_patch_limit": 16,
@@ -171,12 +208,12 @@ def build_kimi_k25(folder: str | os.PathLike[str], *, num_layers: int = 5, seed:
         },
     }
     _write_json(path / "preprocessor_config.json", processor)
-    return path
 
 
 KINDS: dict[str, Callable[..., Path]] = {
     "llama": build_llama,
     "mistral": build_mistral,
+    "qwen3_moe": build_qwen3_moe,
     "deepseek_v3": build_deepseek_v3,
     "kimi_k25": build_kimi_k25,
 }
@@ -319,6 +356,20 @@ def _llama_shapes(config: dict[str, Any]) -> Shapes:
         shapes[prefix + "self_attn.v_proj.weight"] = (keys, hidden)
         shapes[prefix + "self_attn.o_proj.weight"] = (hidden, queries)
         shapes.update(_mlp_shapes(prefix + "mlp.", hidden, config["intermediate_size"]))
+    return shapes
+
+
+def _qwen3_moe_shapes(config: dict[str, Any]) -> Shapes:
+    """Return name -> shape of every Qwen3-MoE tensor: Llama's, with normed queries and keys, and experts."""
+    shapes = {name: shape for name, shape in _llama_shapes(config).items() if ".mlp." not in name}
+    hidden, head_dim = config["hidden_size"], config["head_dim"]
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        shapes[prefix + "self_attn.q_norm.weight"] = (head_dim,)
+        shapes[prefix + "self_attn.k_norm.weight"] = (head_dim,)
+        shapes[prefix + "mlp.gate.weight"] = (config["num_experts"], hidden)
+        for expert in range(config["num_experts"]):
+            shapes.update(_mlp_shapes(f"{prefix}mlp.experts.{expert}.", hidden, config["moe_intermediate_size"]))
     return shapes
 
 
