@@ -213,7 +213,6 @@ def write_kimi_image_processor(path: Path, patch_size: int = 14, frames: int = 4
 KINDS: dict[str, Callable[..., Path]] = {
     "llama": build_llama,
     "mistral": build_mistral,
-    "qwen3_moe": build_qwen3_moe,
     "deepseek_v3": build_deepseek_v3,
     "kimi_k25": build_kimi_k25,
 }

@@ -55,7 +55,7 @@ def tiny(kind: str, **changes: Any) -> Callable[[Path], None]:
     def build(folder: Path) -> None:
         import tiny_models
 
-        tiny_models.KINDS[kind](folder, **changes)
+        getattr(tiny_models, f"build_{kind}")(folder, **changes)
 
     return build
 
