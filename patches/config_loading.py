@@ -68,7 +68,10 @@ class _Tokenizer(_Loader):
 
 class _Config(_Loader):
     def from_pretrained(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        from vllm.config import ModelConfig
         from vllm.transformers_utils.config import get_config, get_hf_text_config
+
+        from speculators_compat.worker import num_layers
 
         kwargs["trust_remote_code"] = trust = _trusted(kwargs.get("trust_remote_code", False))
         try:
@@ -78,10 +81,9 @@ class _Config(_Loader):
         construction = running()
         if construction is None:
             return config
-        text = get_hf_text_config(config)
-        if not hasattr(text, "num_hidden_layers"):  # vLLM renames some sub-configs as it loads: llm_config
-            text = get_hf_text_config(get_config(name, trust_remote_code=trust))
-        layers = text.num_hidden_layers
+        layers = getattr(get_hf_text_config(config), "num_hidden_layers", None)
+        if layers is None:  # a sub-config of another name: counted as vLLM will
+            layers = num_layers(ModelConfig(name, trust_remote_code=trust))
         if construction.arguments["layer_ids"] is not None:
             check_layer_ids(construction.arguments["layer_ids"], layers)
         if not hasattr(config, "num_hidden_layers") and not hasattr(config, "text_config"):

@@ -22,7 +22,7 @@ from speculators_compat.extraction import Session
 from speculators_compat.generator import CLASS, Driver, install
 from speculators_compat.hookspecs import hookimpl
 from speculators_compat.layer_ids import generator_defaults
-from speculators_compat.prompts import check_layer_ids, check_prefix_caching
+from speculators_compat.prompts import check_layer_ids, check_parallelism, check_prefix_caching
 from speculators_compat.surface import Surface
 from speculators_compat.worker import EXTENSION
 
@@ -127,14 +127,7 @@ def _check(vllm_args: dict[str, Any], known: set[str]) -> None:
             else (f"did you mean {' or '.join(near)}?" if near else "leave it out"),
         )
     check_prefix_caching(vllm_args)
-    if vllm_args.get("pipeline_parallel_size", 1) != 1:
-        raise InputError(
-            "SC404",
-            found=f"pipeline_parallel_size={vllm_args['pipeline_parallel_size']}",
-            expected="1",
-            why="each pipeline rank sees its own decoder layers only; the others would be missing",
-            mend="use tensor_parallel_size instead",
-        )
+    check_parallelism(vllm_args)
 
 
 class _Engine(Driver):

@@ -20,7 +20,7 @@ from speculators_compat.adapter import Adapter, Context, Probe, State
 from speculators_compat.construction import running
 from speculators_compat.errors import InputError
 from speculators_compat.hookspecs import hookimpl
-from speculators_compat.prompts import check_prefix_caching
+from speculators_compat.prompts import check_parallelism, check_prefix_caching
 from speculators_compat.surface import Surface
 from speculators_compat.worker import EXTENSION
 
@@ -70,14 +70,7 @@ def route(vllm_args: dict[str, Any], fields: dict[str, set[str]]) -> dict[str, d
             )
         routed[owner][field] = value
     check_prefix_caching(vllm_args)
-    if routed["ParallelConfig"].get("pipeline_parallel_size", 1) != 1:
-        raise InputError(
-            "SC404",
-            found=f"pipeline_parallel_size={routed['ParallelConfig']['pipeline_parallel_size']}",
-            expected="1",
-            why="each pipeline rank sees its own decoder layers only; the others would be missing",
-            mend="use tensor_parallel_size instead",
-        )
+    check_parallelism(routed["ParallelConfig"])
     return routed
 
 

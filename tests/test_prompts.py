@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 
 from speculators_compat.errors import InputError
+from speculators_compat.patches import engine, vllm_arguments
 from speculators_compat.prompts import (
     check_layer_ids,
     check_model,
+    check_parallelism,
     check_prefix_caching,
     check_prompts,
     media,
     placeholder_tokens,
     text_only,
 )
+
+REST: dict[str, set[str]] = {name: set() for name in vllm_arguments.CONFIGS if name != "ParallelConfig"}
 
 
 def prompts(given: Any) -> list[list[int]]:
@@ -184,3 +188,25 @@ def test_prefix_caching_is_refused() -> None:
         check_prefix_caching({"enable_prefix_caching": True})
     check_prefix_caching({"enable_prefix_caching": False})
     check_prefix_caching({})
+
+
+@pytest.mark.parametrize("name", ["pipeline_parallel_size", "data_parallel_size"])
+def test_layers_or_prompts_spread_over_processes_are_refused(name: str) -> None:
+    for refuse in (
+        check_parallelism,
+        lambda given: engine._check(given, {*given}),
+        lambda given: vllm_arguments.route(given, REST | {"ParallelConfig": {*given}}),
+    ):
+        with pytest.raises(InputError) as refused:
+            refuse({name: 2})
+        assert refused.value.id == "SC404"
+        assert refused.value.found == f"{name}=2"
+        refuse({name: 1})
+
+
+def test_expert_parallelism_is_passed_on() -> None:
+    given = {"enable_expert_parallel": True}
+    engine._check(given, {*given})
+    check_parallelism(given)
+    fields = REST | {"ParallelConfig": {*given}}
+    assert vllm_arguments.route(given, fields)["ParallelConfig"] == given

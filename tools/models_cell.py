@@ -38,7 +38,7 @@ TOOLS = Path(__file__).resolve().parent
 EXACT = {"dtype": "float32", "compilation_config": {"custom_ops": ["none"]}, "runner": "generate"}
 TOLERANCE = 1e-4
 ROUNDED = 5e-2  # where the engine's kernels exist for bfloat16 only
-LENGTHS = (23, 1, 40)
+LENGTHS = [23, 1, 40]
 MAX_MODEL_LEN = 128
 
 
@@ -221,7 +221,12 @@ def run(architecture: str, folder: Path) -> dict[str, Any]:
     import tiny_models
 
     tiny_models.write_tokenizer(folder)
+    add_tokens(folder, made.tokens)
+    if architecture.startswith("KimiK25"):
+        tiny_models.write_kimi_image_processor(folder)
     result: dict[str, Any] = {"config": made.note, **facts(folder)}
+    if made.lengths:
+        LENGTHS[:] = result["lengths"] = made.lengths
     for aid in made.aids:
         AIDS[aid]()
         result["aid"] = AIDS[aid].__doc__
@@ -253,6 +258,18 @@ def run(architecture: str, folder: Path) -> dict[str, Any]:
         raise Retry(result) from error
     torch.set_num_threads(1)
     return result
+
+
+def add_tokens(folder: Path, tokens: list[str]) -> None:
+    """Special tokens, in place of spare ones."""
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    for index, token in enumerate(tokens):
+        vocabulary[token] = number = vocabulary.pop(f"<spare{index}>")
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        tokenizer["added_tokens"].append({"id": number, "content": token, **flags, "special": True})
+    file.write_text(json.dumps(tokenizer))
 
 
 class Retry(Exception):
@@ -287,6 +304,10 @@ def extract(
         "native": report["native"],
         "layers": report["num_layers"],
     }
+    if args["dtype"] != "float32":
+        result["dtype"] = args["dtype"]
+    if NO_TOWER:
+        result["without_tower"] = NO_TOWER[0]
     second = Second(model, report["path"])
     together = generator.generate(prompts())
     error, differs = 0.0, layers
@@ -348,8 +369,12 @@ def plain(folder: Path) -> str:
     draw_dummy_weights()
     import models_configs
     from vllm import LLM, SamplingParams
+    from vllm.model_executor.models import registry
 
     made = models_configs.plan(folder.name)
+    LENGTHS[:] = made.lengths or LENGTHS
+    for aid in made.aids:
+        AIDS[aid]()
     try:
         llm = LLM(
             str(folder),
@@ -365,6 +390,13 @@ def plain(folder: Path) -> str:
                 [{"prompt_token_ids": p} for p in batch], SamplingParams(max_tokens=1, temperature=0), use_tqdm=False
             )
     except BaseException as error:
+        if "failed to be inspected" in str(error):  # vLLM only logs why
+            try:
+                module, name = registry._VLLM_MODELS[folder.name][:2]
+                where = module if "." in module else f"vllm.model_executor.models.{module}"
+                registry._LazyRegisteredModel(where, name).load_model_cls()
+            except Exception as cause:
+                return short(cause)
         return short(error)
     return ""
 
@@ -401,6 +433,8 @@ def in_a_process(function: Any, arguments: tuple[Any, ...], log: Path, limit: fl
             traceback.print_exc()
             refused = type(error).__name__ == "CompatError"
             found = {"status": "refused" if refused else "failed", "reason": short(error)}
+            if NO_TOWER:
+                found["without_tower"] = NO_TOWER[0]
         sys.stderr.flush()
         answer.with_suffix(".part").write_text(json.dumps(found))
         answer.with_suffix(".part").rename(answer)
@@ -453,10 +487,24 @@ def one(architecture: str, scratch: Path, limit: float) -> dict[str, Any]:
         why = in_a_process(lambda: {"status": "", "reason": plain(folder)}, (), log, limit)
         if why["reason"]:
             found = {**found, "status": "vllm cannot", "reason": why["reason"]}
+    if found["status"] in ("not built", "vllm cannot") and (reason := platforms(architecture)):
+        found = {**found, "status": "vllm cannot", "reason": f"{reason}: {found['reason']}"}
     found["seconds"] = round(time.monotonic() - began, 1)
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     return found
+
+
+def platforms(architecture: str) -> str:
+    """Says so where vLLM has an architecture for other platforms than CPUs only."""
+    from vllm.model_executor.models import registry
+
+    where = getattr(registry, "_VLLM_MODELS", {}).get(architecture, ("",))[0]
+    folder = Path(registry.__file__).parents[3] / where.replace(".", "/")
+    if not where.startswith("vllm.models.") or (folder / "cpu").is_dir():
+        return ""
+    others = sorted({"amd", "nvidia", "xpu"} & {path.name for path in folder.iterdir()})
+    return f"vLLM has it for {' and '.join(others)} only" if others else ""
 
 
 def text_only() -> dict[str, Any]:
@@ -467,9 +515,35 @@ def text_only() -> dict[str, Any]:
     from vllm.multimodal.registry import MultiModalRegistry
 
     MultiModalRegistry.supports_multimodal_inputs = lambda self, model_config: False
+    leave_towers_out()
     if "language_model_only" in {field.name for field in dataclasses.fields(EngineArgs)}:
         return {"language_model_only": True}
     return {"limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0}}
+
+
+#: Why a tower could not even be outlined from the tiny config.
+NO_TOWER: list[str] = []
+
+
+def leave_towers_out() -> None:
+    """vLLM outlines a tower that is left out, from a config that the tiny models may lack: then without outlines."""
+    from vllm.model_executor.models.interfaces import SupportsMultiModal
+
+    original = getattr(SupportsMultiModal, "_mark_tower_model", None)
+
+    @contextlib.contextmanager
+    def mark(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = set(self._modules)
+        try:
+            with original(self, *args, **kwargs):
+                yield
+        except Exception as error:
+            NO_TOWER.append(short(error))
+            for name in set(self._modules) - before:
+                del self._modules[name]
+
+    if original is not None:
+        SupportsMultiModal._mark_tower_model = mark
 
 
 def load_text_only() -> None:
@@ -504,8 +578,25 @@ def aid_router() -> None:
         cpu_router.CPURouter._compute_routing = compute
 
 
+def aid_kernels() -> None:
+    """vLLM looks for its kernels in every module that is imported, and stumbles over llvmlite's."""
+    with contextlib.suppress(ImportError):
+        from vllm.triton_utils import dispatcher
+
+        original = dispatcher._rebind_kernels
+
+        def rebind(kernels: Any) -> None:
+            hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("llvmlite")}
+            try:
+                original(kernels)
+            finally:
+                sys.modules.update(hidden)
+
+        dispatcher._rebind_kernels = rebind
+
+
 #: What stands in for parts that vLLM's CPU build lacks or has wrong, by name in ``models_special.json``.
-AIDS = {"router": aid_router}
+AIDS = {"kernels": aid_kernels, "router": aid_router}
 
 
 def inspect_here() -> None:

@@ -200,6 +200,9 @@ class Plan:
         reference: config for that class; its own config file's if empty.
         prefix: what the checkpoint's names have before the twin's.
         renames: texts to replace in the twin's names.
+        tokens: special tokens that the model asks its tokenizer for.
+        files: other files of the checkpoint, by name; their content is JSON.
+        lengths: of the prompts, where this vLLM cannot run the usual ones on a CPU.
         aids: what stands in for parts that the CPU build lacks, see ``models_cell.AIDS``.
         code: whether the config class must come as code beside the config.
         args: arguments for vLLM.
@@ -212,6 +215,9 @@ class Plan:
     reference: dict[str, Any] = field(default_factory=dict)
     prefix: str = ""
     renames: list[list[str]] = field(default_factory=list)
+    tokens: list[str] = field(default_factory=list)
+    files: dict[str, Any] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)
     aids: list[str] = field(default_factory=list)
     code: bool = False
     args: dict[str, Any] = field(default_factory=dict)
@@ -238,7 +244,12 @@ def plan(architecture: str) -> Plan:
     special = SPECIAL.get(architecture, {})
     made = _plan(architecture, special)
     made.renames = special.get("renames", made.renames)
+    made.tokens = special.get("tokens", made.tokens)
+    made.files = special.get("files", made.files)
+    made.lengths = special.get("lengths", made.lengths)
     made.aids = special.get("aids", made.aids)
+    for name in special.get("drop", ()):
+        made.config.pop(name, None)
     large = [size for size in _values(made.config, "hidden_size") if size > 1024]
     if large:
         raise NoPlan(f"its config class does not become small: hidden size {large[0]}")
@@ -445,6 +456,9 @@ class GenericConfig(PretrainedConfig):
             if not hasattr(self, name):
                 setattr(self, name, value)
 
+    def get_text_config(self, *args, **kwargs):
+        return getattr(self, "language_config", None) or super().get_text_config(*args, **kwargs)
+
 
 class Inner(GenericConfig):
     pass
@@ -467,4 +481,5 @@ def write(folder: Path, made: Plan) -> None:
     if made.code:
         config["auto_map"] = {"AutoConfig": "configuration_tiny.GenericConfig"}
         (folder / "configuration_tiny.py").write_text(CODE.format(model_type=config["model_type"]))
-    (folder / "config.json").write_text(json.dumps(config, indent=1, default=str))
+    for name, content in {"config.json": config, **made.files}.items():
+        (folder / name).write_text(json.dumps(content, indent=1, default=str))

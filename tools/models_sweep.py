@@ -2,7 +2,7 @@
 
     python tools/models_sweep.py                                  # what evidence/models.json does not have yet
     python tools/models_sweep.py --vllm 0.32.0 --arch JambaForCausalLM --again
-    python tools/models_sweep.py --summary                        # the coverage figures, nothing is run
+    python tools/models_sweep.py --summary                        # the figures and docs/models.md, nothing is run
 
 ``tools/models_cell.py`` says what is checked. Results are kept after every architecture, so an interrupted sweep goes
 on where it stopped; one that hangs or takes its process down costs that one only.
@@ -35,6 +35,34 @@ EVIDENCE = ROOT / "evidence" / "models.json"
 VLLM = ("0.32.0", "0.16.0")
 SPECULATORS = "0.4.0.1"
 GOOD = ("passed", "differs", "unproved")
+#: The families that every release of this package is to work with, and their architectures.
+NAMED = {
+    "Kimi-K2.5": ["KimiK25ForConditionalGeneration"],
+    "DeepSeek-V3": ["DeepseekV3ForCausalLM"],
+    "Qwen2.5-VL": ["Qwen2_5_VLForConditionalGeneration"],
+    "Qwen3-VL": ["Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"],
+    "Qwen3.5": [
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+    ],
+    "Qwen3-Next": ["Qwen3NextForCausalLM"],
+    "Gemma 3": ["Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"],
+    "Gemma 4": ["Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"],
+    "GPT-OSS": ["GptOssForCausalLM"],
+    "Llama 4": ["Llama4ForCausalLM", "Llama4ForConditionalGeneration"],
+    "Mistral 3": ["Mistral3ForConditionalGeneration", "Ministral3ForCausalLM"],
+    "GLM-4.x": ["Glm4ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "Glm4vForConditionalGeneration"],
+    "MiniMax-M2": ["MiniMaxM2ForCausalLM"],
+    "Nemotron-H": ["NemotronHForCausalLM"],
+    "Granite 4 hybrid": ["GraniteMoeHybridForCausalLM"],
+    "Phi-3": ["Phi3ForCausalLM"],
+    "OLMo 2": ["Olmo2ForCausalLM"],
+    "InternLM": ["InternLM2ForCausalLM", "InternLM3ForCausalLM"],
+    "Step": ["Step3TextForCausalLM", "Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"],
+    "Hunyuan": ["HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "HYV3ForCausalLM"],
+}
 #: Not what an EAGLE-3 head is trained for; they have no decoder-only text model.
 NO_DECODER = {
     **dict.fromkeys(
@@ -114,20 +142,98 @@ def save(evidence: dict[str, Any]) -> None:
     partial.rename(EVIDENCE)
 
 
+def compared(found: dict[str, Any]) -> bool:
+    """Whether an architecture ran with transformers' weights and agreed with its states."""
+    return bool(found["status"] == "passed" and "error" in found)
+
+
 def coverage(block: dict[str, Any]) -> dict[str, Any]:
     """How many of the architectures that this vLLM can load here are extracted."""
-    counts = Counter(found["status"] for found in block["architectures"].values())
+    found = block["architectures"].values()
+    counts = Counter(one["status"] for one in found)
     loadable = sum(n for status, n in counts.items() if status in (*GOOD, "refused", "failed"))
     good = sum(counts[status] for status in GOOD)
+    families = Counter(family for one in found if compared(one) for family in one["family"])
     return {
         "registered": block["registered"],
         "looked_at": len(block["architectures"]),
         "loadable": loadable,
         "extracted": good,
         "share": round(good / loadable, 3) if loadable else None,
-        "against_transformers": sum("error" in f for f in block["architectures"].values()),
+        "share_if_the_not_built_count": round(good / (loadable + counts["not built"]), 3) if loadable else None,
+        "agree_with_transformers": sum(map(compared, found)),
+        "with_an_aid": sum("aid" in one for one in found),
         "statuses": dict(sorted(counts.items())),
+        "families_that_agree_with_transformers": dict(sorted(families.items())),
+        "named_that_agree_with_transformers": f"{sum(bool(k) for k in named(block).values())} of {len(NAMED)}",
     }
+
+
+def named(block: dict[str, Any]) -> dict[str, list[str]]:
+    """For each of :data:`NAMED`, the architectures that ran with real weights and agreed with transformers."""
+    done = block["architectures"]
+    return {
+        family: [name for name in names if name in done and compared(done[name])] for family, names in NAMED.items()
+    }
+
+
+# --------------------------------------------------------------------------- docs/models.md
+
+BEGIN, END = "<!-- models -->", "<!-- /models -->"
+
+
+def document() -> str:
+    """The part of ``docs/models.md`` that comes from the evidence."""
+    evidence = load()
+    lines = [
+        "| vLLM | registered | can load here | extracted | agree with transformers | refused | no tiny config |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for version, block in evidence.items():
+        n = coverage(block)
+        statuses = n["statuses"]
+        lines.append(
+            f"| {version} | {n['registered']} | {n['loadable']} | {n['extracted']} ({n['share']:.1%}) | "
+            f"{n['agree_with_transformers']} | {statuses.get('refused', 0)} | {statuses.get('not built', 0)} |"
+        )
+    newest = next(iter(evidence))
+    block = evidence[newest]
+    lines += ["", f"Families on vLLM {newest}, with transformers' weights and the largest relative error:", ""]
+    lines += ["| family | architecture | decoder layers | EAGLE-3 | error |", "| --- | --- | --- | --- | --- |"]
+    for family, names in named(block).items():
+        others = [name for name in NAMED[family] if name in block["architectures"]]
+        for name in names or others[:1]:
+            found = block["architectures"][name]
+            error = f"{found['error']:.1e}" if name in names else found.get("reason", found["status"])
+            if name in names and found.get("dtype") == "bfloat16":
+                error += " (bfloat16)"
+            native = {True: "native", False: "shimmed"}.get(found.get("native"), "-")
+            lines.append(f"| {family} | {name} | {found.get('path', '-')} | {native} | {error} |")
+            family = ""
+    for version, block in evidence.items():
+        lines += ["", f"Not extracted on vLLM {version}, each with its reason:", ""]
+        reasons: dict[tuple[str, str], list[str]] = {}
+        for name, found in sorted(block["architectures"].items()):
+            if found["status"] not in GOOD:
+                reasons.setdefault((found["status"], _brief(found["reason"])), []).append(name)
+        for (status, reason), names in sorted(reasons.items()):
+            lines.append(f"- *{status}*: {', '.join(names)}: {reason}")
+    return "\n".join(lines)
+
+
+def _brief(reason: str) -> str:
+    """The start of a reason; of an error of this package, its id and what was found."""
+    if reason.startswith("[SC"):
+        head, _, rest = reason.partition(" found: ")
+        return f"{head}: {rest.partition(' expected: ')[0]}"[:200]
+    return reason[:200].replace("|", "/").replace("<", "(").replace(">", ")")
+
+
+def write_document() -> None:
+    """Put :func:`document` into ``docs/models.md``."""
+    path = ROOT / "docs" / "models.md"
+    head, _, rest = path.read_text().partition(BEGIN)
+    path.write_text(f"{head}{BEGIN}\n{document()}\n{END}{rest.partition(END)[2]}")
 
 
 def sweep(version: str, python: Path, wanted: list[str], again: list[str] | None, limit: float) -> None:
@@ -178,12 +284,13 @@ def main() -> None:
     parser.add_argument("--again", nargs="*", metavar="STATUS", help="also those that have such a result, or any")
     parser.add_argument("--limit", type=float, default=300, help="seconds for one architecture")
     parser.add_argument("--python", nargs="+", default=[], metavar="VERSION=PATH", help="environments that exist")
-    parser.add_argument("--summary", action="store_true", help="print the coverage figures and run nothing")
+    parser.add_argument("--summary", action="store_true", help="print the figures, write docs/models.md, run nothing")
     options = parser.parse_args()
     if not options.summary:
         for version in options.vllm:
             python = interpreter(version, dict(pair.split("=", 1) for pair in options.python))
             sweep(version, python, options.arch, options.again, options.limit)
+    write_document()
     for version, block in load().items():
         print(version, json.dumps(coverage(block)))
 

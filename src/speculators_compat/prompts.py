@@ -120,6 +120,29 @@ def check_prefix_caching(vllm_args: Mapping[str, Any]) -> None:
         )
 
 
+def check_parallelism(vllm_args: Mapping[str, Any]) -> None:
+    """Refuse ways to spread a model in which one process does not see every layer of every prompt.
+
+    Tensor and expert parallelism are none: the residual stream is whole on every rank.
+
+    Raises:
+        InputError: SC404.
+    """
+    whys = {
+        "pipeline_parallel_size": (
+            "each pipeline rank sees its own decoder layers only; the others would be missing",
+            "use tensor_parallel_size instead",
+        ),
+        "data_parallel_size": (
+            "each replica sees its own prompts only, and has to be driven by a process of its own",
+            "use tensor_parallel_size instead, or run one generator for each part of the data",
+        ),
+    }
+    for name, (why, mend) in whys.items():
+        if vllm_args.get(name, 1) != 1:
+            raise InputError("SC404", found=f"{name}={vllm_args[name]}", expected="1", why=why, mend=mend)
+
+
 def placeholder_tokens(config: Any) -> frozenset[int]:
     """Token ids in whose place a model puts images, video or audio.
 
