@@ -8,12 +8,24 @@ from __future__ import annotations
 
 import os
 
+#: Whether the package is being imported for the server's adapters only, and must not activate itself.
+server_only = False
+
 
 def load() -> None:
-    """Activate where the parent process did, else do nothing."""
+    """Activate where the parent process did, and the server's adapters where they are switched on; else do nothing."""
+    global server_only
+    if os.environ.get("SPECULATORS_COMPAT", "").strip().lower() in ("0", "off", "false", "no"):  # settings.OFF_SWITCH
+        return
     if os.environ.get("SPECULATORS_COMPAT_ACTIVE"):  # activation.MARKER
         from speculators_compat import activate
-        from speculators_compat.settings import switched_off
 
-        if not switched_off():
-            activate()
+        activate()
+    if os.environ.get("SPECULATORS_COMPAT_SERVE"):  # serving.SERVE
+        server_only = True
+        try:
+            from speculators_compat import serving
+        finally:
+            server_only = False
+        if serving.switched_on():
+            serving.activate_server()

@@ -9,6 +9,8 @@ Importing activates it; :func:`status` says what was changed, :func:`deactivate`
 nor vLLM by itself.
 """
 
+import sys
+
 from .activation import activate, deactivate, status
 from .adapter import Adapter, CallAdapter, Context, Probe, State
 from .errors import CompatError, CompatWarning, InputError
@@ -43,5 +45,6 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-if not switched_off():
+# vLLM's processes import the package for the server's adapters only, see speculators_compat_plugin.
+if not switched_off() and not getattr(sys.modules.get("speculators_compat_plugin"), "server_only", False):
     activate()

@@ -6,22 +6,20 @@ module that an adapter mends is imported the adapter is probed and applied.
 
 from __future__ import annotations
 
-import importlib.machinery
 import os
 import sys
 import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-import wrapt
-
-from . import settings
+from . import serving, settings
 from .adapter import GENERATOR_MODULE, GENERATOR_PACKAGE, Adapter, Context, Probe, State
 from .errors import CompatError, CompatWarning
+from .importing import when_imported
 from .patcher import Journal
 
 if TYPE_CHECKING:
@@ -86,7 +84,7 @@ class _Process:
 _process = _Process()
 
 
-class _Refuser(MetaPathFinder):
+class _Refuser:
     """Keeps refusing the generator module after a required adapter could not be applied.
 
     Otherwise a script that catches the first error and imports again would run unpatched.
@@ -94,7 +92,7 @@ class _Refuser(MetaPathFinder):
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    ) -> ModuleSpec | None:
         if fullname == GENERATOR_MODULE and _process.active and _process.error is not None:
             raise _process.error
         return None
@@ -127,7 +125,8 @@ def activate() -> None:
             _process.journal.set_env("PYTORCH_NVML_BASED_CUDA_CHECK", "1", adapter="activation")
         if os.environ.get("SPECULATORS_COMPAT_REHEARSAL"):  # see speculators_compat.doctor.rehearse
             weights = "speculators_compat.doctor.rehearsal_worker:speaking_weights"
-            wrapt.register_post_import_hook(weights, "vllm.model_executor.model_loader.dummy_loader")
+            when_imported(weights, "vllm.model_executor.model_loader.dummy_loader")
+        serving.activate_client()
         for module in BOOTSTRAP:
             _when_imported(module)
         if any(module in sys.modules for module in BOOTSTRAP):
@@ -143,6 +142,7 @@ def deactivate() -> None:
         if _refuser in sys.meta_path:
             sys.meta_path.remove(_refuser)
         _process.journal.undo()
+        serving.deactivate()
         # A module that was supplied is gone: the next import of its name makes another, and wrapt calls a hook once only.
         _process.hooked &= {*BOOTSTRAP, *sys.modules}
         for id, probe in _process.states.items():
@@ -163,8 +163,11 @@ def status() -> Status:
         active=_process.active,
         row=_process.selection.reason if _process.selection else "",
         way=_process.way,
-        adapters=tuple(AdapterStatus(id, probe.state, probe.reason) for id, probe in _process.states.items()),
-        changes=tuple(f"{change.adapter}: {change.where}" for change in _process.journal.changes),
+        adapters=tuple(
+            AdapterStatus(id, probe.state, probe.reason)
+            for id, probe in [*_process.states.items(), *serving.states().items()]
+        ),
+        changes=(*(f"{c.adapter}: {c.where}" for c in _process.journal.changes), *serving.changes()),
         broken_plugins=broken,
     )
 
@@ -174,7 +177,7 @@ def _when_imported(module: str) -> None:
     # and looks at what is active when it fires.
     if module not in _process.hooked:
         _process.hooked.add(module)
-        wrapt.register_post_import_hook(_imported, module)
+        when_imported(_imported, module)
 
 
 def _imported(module: ModuleType) -> None:

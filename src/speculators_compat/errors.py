@@ -545,6 +545,66 @@ CATALOG: dict[str, ErrorInfo] = {
         "0.17.0, together with the connector that writes the states to a folder.\n"
         "Extract in-process, or install a newer vLLM for the server.",
     ),
+    "SC801": ErrorInfo(
+        "The server does not say where the states are",
+        "A server for hidden states answers each request with kv_transfer_params, in which the path of the file of "
+        "states stands. This one answered without: it runs without a connector for hidden states, or without the method "
+        "extract_hidden_states.\n"
+        "compat-check --serve --model DIR prints the command to start it with; compat-check --url URL checks it.",
+    ),
+    "SC802": ErrorInfo(
+        "The file of states does not become whole",
+        "vLLM names the file of a prompt's states before it is written to its end. The client waits until nobody holds "
+        "the lock beside it and it is as long as its own header says. Here that did not happen in time: the server could "
+        "not write, it was ended, or this host does not see the folder that the server writes to.\n"
+        "compat-check --url URL checks the folder; requests take another timeout where states are very large.",
+    ),
+    "SC803": ErrorInfo(
+        "The file of states cannot be read",
+        "The file is no safetensors file, or longer than its header says. The states were not returned.\n"
+        "Delete the file and request the prompt again; look for free space in the server's folder.",
+    ),
+    "SC804": ErrorInfo(
+        "The file holds something else than the prompt's states",
+        "Each file is checked before it is used: the prompt's own token ids, one row for each, as many layers as asked "
+        "for, every number finite, no row of zeros. Prefix caching, another connector and a full disk break this.\n"
+        "Start the server as compat-check --serve prints; check it with compat-check --url URL.",
+    ),
+    "SC810": ErrorInfo(
+        "The command for the server",
+        "compat-check --serve prints the `vllm serve` command for the installed vLLM and one model: method, connector, "
+        "layer ids as the server counts them, prefix caching off, and SPECULATORS_COMPAT_SERVE=1, which mends what this "
+        "vLLM and model need.\n"
+        "The model's folder must be there, and a vLLM from 0.17 on installed.",
+    ),
+    "SC811": ErrorInfo(
+        "The server answers",
+        "The URL is asked for its models. Nobody answers, or something else than vLLM does.\n"
+        "Start the server and wait until it has loaded the model; give its address as http://HOST:PORT.",
+    ),
+    "SC812": ErrorInfo(
+        "The server returns the place of the states",
+        "One probe prompt is sent. Without the method and a connector the answer names no file.\n"
+        "Start it with the command that compat-check --serve --model DIR prints.",
+    ),
+    "SC813": ErrorInfo(
+        "The server's folder is visible here",
+        "The file that the server names must be there on this host under the same path, and it must be possible to delete "
+        "it. Server and client need one file system: on several machines a shared one, in containers the same mount.\n"
+        "Mount the folder here under the same path, or start the server with another shared_storage_path.",
+    ),
+    "SC814": ErrorInfo(
+        "The probe's states are right",
+        "The probe's states must have a row for each token, the prompt's own token ids, finite numbers, and as many layers "
+        "as asked for.\n"
+        "The message says what was found; start the server as compat-check --serve prints.",
+    ),
+    "SC815": ErrorInfo(
+        "Server and this environment fit",
+        "The client needs no vLLM here, but its speculators decides what it expects of the server. Where vLLM is not "
+        "installed here, or in another version than the server's, the matrix row of the server's version counts.\n"
+        "Nothing has to be mended where the probe passes.",
+    ),
     # SC9xx: the check itself
     "SC301": ErrorInfo(
         "This combination is not supported",
@@ -614,9 +674,9 @@ CATALOG: dict[str, ErrorInfo] = {
         "vllm serve --help lists them.",
     ),
     "SC404": ErrorInfo(
-        "Pipeline parallelism is not supported",
+        "Pipeline and data parallelism are not supported",
         "With pipeline parallelism each rank holds some of the decoder layers, and states of the others would be "
-        "missing from the result.\n"
+        "missing from the result. With data parallelism each replica needs a process of its own that drives it.\n"
         "Use tensor parallelism: tensor_parallel_size in the constructor.",
     ),
     "SC405": ErrorInfo(

@@ -25,6 +25,8 @@ RESTORED = "restored"
 STATUSES = ("verified", "structural", "unsupported", "untested")
 
 _TOP_KEYS = ("schema", "lineages", "adapter_sets", "rows")
+_SERVER_KEYS = ("adapters", "client", "rows")
+_SERVER_ROW_KEYS = ("vllm", "releases", "status", "evidence", "note")
 _LINEAGE_KEYS = ("speculators", "releases", "note")
 _CELL_KEYS = ("status", "adapters", "evidence", "note", "why", "mend", "except")
 _EXCEPT_KEYS = ("status", "evidence", "note", "why", "mend")
@@ -94,6 +96,26 @@ class Lineage:
 
 
 @dataclass(frozen=True)
+class ServerRow:
+    """How well the server path is proved on one vLLM range, ``lower <= version < upper``.
+
+    Attributes:
+        releases: the releases that the row speaks for.
+        status: one of :data:`STATUSES` but ``unsupported``.
+        evidence: where the proof is kept.
+        note: anything a reader should know.
+    """
+
+    vllm: str
+    lower: Version
+    upper: Version
+    releases: tuple[Version, ...]
+    status: str
+    evidence: str | None
+    note: str | None
+
+
+@dataclass(frozen=True)
 class Selection:
     """The cell chosen for two versions.
 
@@ -119,6 +141,28 @@ class Matrix:
     rows: tuple[Row, ...]
     lineages: dict[str, Lineage]
     adapter_sets: dict[str, tuple[str, ...]]
+    server_rows: tuple[ServerRow, ...] = ()
+    server_adapters: tuple[str, ...] = ()
+    client_adapters: tuple[str, ...] = ()
+
+    def select_server(self, vllm: Version) -> tuple[ServerRow, bool, str]:
+        """The server path's row for a vLLM, whether that is exact, and why, in words.
+
+        Raises:
+            CompatError: SC800 for a vLLM that has no ``extract_hidden_states`` method.
+        """
+        rows = [(r, r.vllm, r.lower, r.upper, r.releases) for r in self.server_rows]
+        if not rows or Version(vllm.base_version) < rows[0][2]:
+            first = rows[0][2] if rows else "0.17.0"
+            raise CompatError(
+                "SC800",
+                found=f"vLLM {vllm}",
+                expected=f"vLLM {first} or newer",
+                why="vLLM has the method extract_hidden_states, which speculators' client talks to, from 0.17.0 on",
+                mend="extract in-process (docs/ways.md), or install a newer vLLM for the server",
+            )
+        found: tuple[ServerRow, bool, str] = _nearest("vLLM", "server row", vllm, rows)
+        return found
 
     def select(self, vllm: Version, speculators: Version) -> Selection:
         """Choose the cell for two installed versions.
@@ -432,7 +476,7 @@ def _matrix(data: object, problems: _Problems, known_adapters: Collection[str] |
         mend = f"begin with {', '.join(f'{key}:' for key in _TOP_KEYS)}"
         problems.add((), "the file", f"is not a mapping but {_kind(data)}", mend)
         return None
-    problems.keys(data, _TOP_KEYS, _TOP_KEYS, (), "")
+    problems.keys(data, (*_TOP_KEYS, "server"), _TOP_KEYS, (), "")
     schema = data.get("schema", SCHEMA)
     if type(schema) is not int or schema != SCHEMA:
         mend = f"write schema: {SCHEMA}, or install the speculators-compat that this file belongs to"
@@ -442,7 +486,53 @@ def _matrix(data: object, problems: _Problems, known_adapters: Collection[str] |
     rows = _rows(
         data.get("rows"), "rows" in data, problems, data.get("lineages"), data.get("adapter_sets"), sets
     )
-    return Matrix(tuple(sorted(rows, key=lambda row: row.lower)), lineages, sets)
+    server = _server(data["server"], problems, sets) if "server" in data else ((), (), ())
+    return Matrix(tuple(sorted(rows, key=lambda row: row.lower)), lineages, sets, *server)
+
+
+def _server(
+    value: object, problems: _Problems, sets: dict[str, tuple[str, ...]]
+) -> tuple[tuple[ServerRow, ...], tuple[str, ...], tuple[str, ...]]:
+    """The section ``server``: its rows, the server's adapters and the client's."""
+    if not isinstance(value, dict):
+        mend = "write adapters:, client: and rows: below it"
+        problems.add(("server",), "server", f"is not a mapping but {_kind(value)}", mend)
+        return (), (), ()
+    problems.keys(value, _SERVER_KEYS, _SERVER_KEYS, ("server",), "server.")
+    chosen = []
+    for key in _SERVER_KEYS[:2]:
+        name = problems.text(value, key, ("server",), "server")
+        if name is not None and name not in sets:
+            mend = f"{_did_you_mean(name, sets)}the sets are {', '.join(sets)}"
+            problems.add(("server", key), f"server.{key}", f"there is no adapter set {name}", mend)
+        chosen.append(sets.get(name or "", ()))
+    entries = value.get("rows")
+    if not isinstance(entries, list) or not entries:
+        mend = 'write one entry for each range, beginning with - vllm: ">=A,<B"'
+        problems.add(("server", "rows"), "server.rows", f"is {_kind(entries)} without entries", mend)
+        return (), chosen[0], chosen[1]
+    rows, ranges = [], []
+    for number, entry in enumerate(entries):
+        path: tuple[object, ...] = ("server", "rows", number)
+        if not isinstance(entry, dict):
+            problems.add(path, "server.rows", f"holds {_kind(entry)}", "write {vllm: ..., releases: ..., status: ...}")
+            continue
+        where = f"server row {entry.get('vllm', number + 1)}"
+        problems.keys(entry, _SERVER_ROW_KEYS, _SERVER_ROW_KEYS[:3], path, f"{where}, ")
+        bounds = problems.versions(entry.get("vllm"), (*path, "vllm"), where)
+        releases = problems.releases(entry.get("releases"), bounds, (*path, "releases"), f"{where}, releases")
+        status, evidence, note = (problems.text(entry, key, path, where) for key in _SERVER_ROW_KEYS[2:])
+        if status is not None and (status not in STATUSES or status == "unsupported"):
+            allowed = ", ".join(s for s in STATUSES if s != "unsupported")
+            problems.add((*path, "status"), f"{where}.status", f"{_show(status)} is no status", f"one of {allowed}")
+        if status == "verified" and evidence is None:
+            mend = "name the file that proves it, or set status: untested"
+            problems.add(path, f"{where}.evidence", "is missing for a verified row", mend)
+        if bounds:
+            rows.append(ServerRow(str(entry["vllm"]), *bounds, releases, str(status), evidence, note))
+            ranges.append((*bounds, where, (*path, "vllm")))
+    problems.contiguous(sorted(ranges, key=lambda entry: entry[0]), "vLLM")
+    return tuple(sorted(rows, key=lambda row: row.lower)), chosen[0], chosen[1]
 
 
 def _kind(value: object) -> str:

