@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from .pieces import Body, member
+
 
 @dataclass(frozen=True)
 class Parameters:
@@ -76,7 +78,7 @@ def live_parameters(obj: Any) -> Parameters:
 
 
 class SourceSurface:
-    """Reads ``.py`` files below ``roots`` with :mod:`ast`; imports nothing.
+    """Reads ``.py`` files below ``roots``, with :mod:`speculators_compat.pieces`; imports nothing.
 
     Args:
         roots: maps a top-level package to the folder that holds it, or to any object with ``joinpath`` and
@@ -88,41 +90,40 @@ class SourceSurface:
     def __init__(self, roots: dict[str, Any], supplied: Mapping[str, Path] | None = None) -> None:
         self._roots = roots
         self._supplied = supplied or {}
-        self._tree = functools.lru_cache(maxsize=None)(self._parse)
+        self._tree = functools.lru_cache(maxsize=None)(self._read)
 
-    def _parse(self, module: str) -> ast.Module | None:
-        package, _, rest = module.partition(".")
-        root = self._roots.get(package)
+    def _read(self, module: str) -> Body | None:
+        file = self._file(module)
+        return None if file is None else Body(file.read_text(encoding="utf-8"))
+
+    def _file(self, module: str) -> Any:
+        root = self._roots.get(module.partition(".")[0])
         if root is None:
             return None
-        parts = [package, *rest.split(".")] if rest else [package]
+        *parents, last = module.split(".")
         folder = root
-        for part in parts[:-1]:
+        for part in parents:
             folder = folder.joinpath(part)
-        for candidate in (folder.joinpath(parts[-1] + ".py"), folder.joinpath(parts[-1]).joinpath("__init__.py")):
+        for candidate in (folder.joinpath(last + ".py"), folder.joinpath(last).joinpath("__init__.py")):
             if candidate.is_file():
-                try:
-                    text: str = candidate.read_text(encoding="utf-8")
-                    return ast.parse(text)
-                except SyntaxError:
-                    return None
+                return candidate
         return None
 
-    def _source(self, module: str) -> ast.Module | None:
-        tree = self._tree(module)
-        if tree is None and module in self._supplied:
-            return ast.parse(self._supplied[module].read_text(encoding="utf-8"))
-        return tree
+    def _source(self, module: str) -> Body | None:
+        body = self._tree(module)
+        if body is None and module in self._supplied:
+            return Body(self._supplied[module].read_text(encoding="utf-8"))
+        return body
 
-    def _find(self, name: str, seen: frozenset[str] = frozenset()) -> ast.AST | None:
+    def _find(self, name: str, seen: frozenset[str] = frozenset()) -> Body | ast.AST | None:
         module, _, qualified = name.partition(":")
         if name in seen:
             return None
-        node: ast.AST | None = self._source(module)
-        if not qualified or node is None:
-            return node
+        body = self._source(module)
+        if not qualified or body is None:
+            return body
         first, *rest = qualified.split(".")
-        found = _member(node, first)
+        found = member(body, first)
         if isinstance(found, ast.ImportFrom):  # re-exported: follow it to where it is defined
             original = next((a.name for a in found.names if (a.asname or a.name) == first), first)
             base = module.rsplit(".", found.level)[0] if found.level else ""
@@ -131,7 +132,7 @@ class SourceSurface:
             target = ".".join(filter(None, (base, found.module)))
             return self._find(f"{target}:{'.'.join([original, *rest])}", seen | {name})
         for part in rest:
-            found = _member(found, part) if found is not None else None
+            found = member(found, part) if found is not None else None
         return found
 
     def _is_package(self, module: str) -> bool:
@@ -146,9 +147,11 @@ class SourceSurface:
 
     def parameters(self, name: str) -> Parameters | None:
         node = self._find(name)
-        if isinstance(node, ast.ClassDef):
-            init = _member(node, "__init__")
-            return _function_parameters(init) if isinstance(init, ast.FunctionDef) else _field_parameters(node)
+        if isinstance(node, (ast.ClassDef, Body)) and name.partition(":")[2]:
+            init = member(node, "__init__")
+            if isinstance(init, ast.FunctionDef):
+                return _function_parameters(init)
+            return _field_parameters(node.fields() if isinstance(node, Body) else node.body)
         return _function_parameters(node) if isinstance(node, ast.FunctionDef) else None
 
     def text_lists(self, name: str) -> list[tuple[str, ...]] | None:
@@ -164,8 +167,10 @@ class SourceSurface:
         return found
 
     def call_keywords(self, module: str, callee: str) -> tuple[str, ...] | None:
-        tree = self._source(module)
-        return None if tree is None else _call_keywords(tree, callee)
+        body = self._source(module)
+        if body is None or callee not in body.text:
+            return None
+        return _call_keywords(ast.Module(body.tree, type_ignores=[]), callee)
 
 
 class LiveSurface:
@@ -211,34 +216,6 @@ class LiveSurface:
         return None if source is None else _call_keywords(ast.parse(Path(source).read_text("utf-8")), callee)
 
 
-def _member(node: ast.AST, name: str) -> ast.AST | None:
-    """The statement in ``node``'s body that binds ``name``, last one first; looks into ``if`` and ``try`` too."""
-    found: ast.AST | None = None
-    for child in getattr(node, "body", []):
-        if isinstance(child, (ast.If, ast.Try)):
-            inner = [child, *getattr(child, "handlers", [])]
-            for block in inner:
-                found = _member(block, name) or found
-            orelse = ast.Module(body=list(getattr(child, "orelse", [])), type_ignores=[])
-            found = found or _member(orelse, name)
-        elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            if child.name == name and not _is_overload(child):
-                found = child
-        elif isinstance(child, ast.Assign):
-            if any(isinstance(t, ast.Name) and t.id == name for t in child.targets):
-                found = child
-        elif isinstance(child, ast.AnnAssign):
-            if isinstance(child.target, ast.Name) and child.target.id == name:
-                found = child
-        elif isinstance(child, ast.ImportFrom) and any((a.asname or a.name) == name for a in child.names):
-            found = child
-    return found
-
-
-def _is_overload(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
-    return any(getattr(d, "id", getattr(d, "attr", "")) == "overload" for d in node.decorator_list)
-
-
 def _function_parameters(node: ast.FunctionDef) -> Parameters:
     positional = [a.arg for a in [*node.args.posonlyargs, *node.args.args]]
     without_default = positional[: len(positional) - len(node.args.defaults)]
@@ -253,10 +230,10 @@ def _function_parameters(node: ast.FunctionDef) -> Parameters:
     )
 
 
-def _field_parameters(node: ast.ClassDef) -> Parameters:
+def _field_parameters(statements: Iterable[ast.stmt]) -> Parameters:
     """Constructor parameters of a (pydantic) dataclass, from its annotated fields."""
     names, required = [], []
-    for child in node.body:
+    for child in statements:
         if not isinstance(child, ast.AnnAssign) or not isinstance(child.target, ast.Name):
             continue
         if "ClassVar" in ast.unparse(child.annotation):
