@@ -18,7 +18,6 @@ from . import settings
 from .adapter import Adapter, Context, Probe, State
 from .errors import CompatError, CompatWarning
 from .importing import when_imported
-from .importing import when_imported
 from .patcher import Journal
 
 #: Switches the server's adapters on in ``vllm serve`` and in every process that it starts.
