@@ -106,6 +106,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", metavar="FILE.jsonl", help="Check the tokenized prompts.")
     add("--output-dir", metavar="DIR", help="Check the folder for the samples.")
     add("--vllm-args", metavar="JSON", help="More vLLM arguments, as an object.")
+    add("--serve", action="store_true", help="Print the vllm serve command for --model.")
+    add("--url", metavar="URL", help="Check a running server, with one prompt.")
+    add("--states-dir", metavar="DIR", help="With --serve: where the server writes states.")
     add("--rehearse", action="store_true", help="Make the run with a small copy of --model.")
     add("--only", action="append", metavar="ID", help="Only the check with this id; may be repeated.")
     return parser
@@ -121,8 +124,13 @@ def _run(args: argparse.Namespace) -> int:
         return _explain(args.explain, args.json)
     if args.list:
         return _list(args.json)
+    if args.serve and not args.model:
+        print("compat-check: --serve needs --model: layers and flags depend on it", file=sys.stderr)
+        return _USAGE
     try:
         options = _options(args)
+        if args.serve or args.url:
+            return _server(args, options)
     except _UsageError as error:
         print(f"compat-check: {error}", file=sys.stderr)
         return _USAGE
@@ -209,6 +217,32 @@ def _options(args: argparse.Namespace) -> Options | None:
         rehearse=args.rehearse,
         only=ids,
     )
+
+
+def _server(args: argparse.Namespace, options: Options | None) -> int:
+    """``--serve`` and ``--url``: the path through `vllm serve`, of which the plain check knows nothing."""
+    from .check import Report
+    from .doctor import Options
+    from .doctor.context import Context
+    from .doctor.serve import run_server_checks
+
+    context = Context(options or Options())
+    checks, plan = run_server_checks(context, serve=args.serve, url=args.url, folder=args.states_dir)
+    report = Report({}, None, "", (), (), checks)
+    if args.json:
+        serve = {} if plan is None else {"serve": plan.to_json()}
+        _print_json({**report.to_json(), **serve})
+    else:
+        _render(report)
+        if plan is not None:
+            for note in plan.notes:
+                print(f"# {note}")
+            print(plan.command)
+    if args.debug:
+        for one in checks:
+            if one.trace:
+                print(f"check {one.id}:\n{one.trace}", file=sys.stderr)
+    return report.exit_code
 
 
 def _check(as_json: bool, strict: bool, debug: bool, options: Options | None = None) -> int:

@@ -7,15 +7,18 @@ states, for which torch is imported where it is installed.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CompatError
 from ..layer_ids import AFTER_LAYER, BOUNDARY, check, convention_of, to_boundary
 from ..serving import SERVE
 from ..surface import SourceSurface
+from .base import Check, Outcome, Result, Unavailable, failed, ok, perform, skipped, warning
 
 if TYPE_CHECKING:
     from .context import Context
@@ -146,7 +149,7 @@ def plan(context: Context, *, folder: str | None = None, port: int = PORT) -> Se
     source = context.vllm  # raises where there is none
     if installed.version is not None:
         load_matrix().select_server(installed.version)
-    surface = SourceSurface({"vllm": source.folder})
+    surface = SourceSurface({"vllm": source.folder.parent})
     if not surface.has(DRAFT) or not surface.has(f"{CONNECTOR}:ExampleHiddenStatesConnector"):
         raise CompatError(
             "SC800",
@@ -200,3 +203,234 @@ def plan(context: Context, *, folder: str | None = None, port: int = PORT) -> Se
         more=more,
         notes=tuple(notes),
     )
+
+
+# --------------------------------------------------------------------------- checks
+
+
+def run_server_checks(
+    context: Context, *, serve: bool = False, url: str | None = None, folder: str | None = None, port: int = PORT
+) -> tuple[tuple[Result, ...], ServePlan | None]:
+    """Plan a server, check a running one, or both.
+
+    Returns:
+        The results, and the plan where one was asked for and could be made.
+    """
+    made: list[ServePlan] = []
+    results = []
+    if serve:
+
+        def command(context: Context) -> Outcome:
+            try:
+                made.append(plan(context, folder=folder, port=port))
+            except Unavailable as error:
+                return failed(
+                    str(error),
+                    expected="the vLLM that is to serve, and the model's folder",
+                    why="flags and connector differ from one vLLM to the next: they are read from the one installed here",
+                    mend="run this in the server's environment, with --model; speculators is not needed there",
+                )
+            version = context.installed("vllm").version
+            return ok(f"for vLLM {version}, boundaries {', '.join(map(str, made[0].layers))}")
+
+        results.append(perform(Check("SC810", "server", "command", command, ("SC810",)), context))
+    if url is not None:
+        probe = Probe(url)
+        for id, name, function in (
+            ("SC811", "answers", probe.answers),
+            ("SC815", "versions", probe.versions),
+            ("SC812", "method", probe.method),
+            ("SC813", "folder", probe.folder),
+            ("SC814", "states", probe.states),
+        ):
+            results.append(perform(Check(id, "server", name, function, (id,)), context))
+        probe.tidy()
+    return tuple(results), made[0] if made else None
+
+
+class Probe:
+    """One prompt sent to a running server. The checks are made in order: each needs what the ones before found.
+
+    Args:
+        url: ``http://HOST:PORT``, with or without ``/v1``.
+        seconds: how long the server may take to answer.
+    """
+
+    tokens = tuple(range(20, 52))
+
+    def __init__(self, url: str, seconds: float = 60.0) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.seconds = seconds
+        self.model = ""
+        self.version: str | None = None
+        self.path: Path | None = None
+        self.whole = False
+
+    def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        import urllib.request
+
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=self.seconds) as answer:
+            return json.loads(answer.read())
+
+    def answers(self, context: Context) -> Outcome:
+        import urllib.error
+
+        def fault(found: str, mend: str) -> Outcome:
+            expected = "a vLLM server that lists its model at /v1/models"
+            return failed(found, expected=expected, why="no state can come from there", mend=mend)
+
+        start = "start it (compat-check --serve --model DIR prints the command), and wait until it has loaded the model"
+        try:
+            listed = self._ask("/v1/models")
+            self.model = str(listed["data"][0]["id"])
+        except urllib.error.HTTPError as error:
+            return fault(f"{self.url}/v1/models: HTTP status {error.code}", "give the address as http://HOST:PORT")
+        except (urllib.error.URLError, OSError) as error:
+            return fault(f"{self.url}: {getattr(error, 'reason', error)}", start)
+        except (ValueError, KeyError, IndexError, TypeError):
+            return fault(f"{self.url}/v1/models: an answer that lists no model", "give the address as http://HOST:PORT")
+        try:
+            self.version = str(self._ask("/version")["version"])
+        except (OSError, ValueError, KeyError, TypeError):
+            self.version = None
+        return ok(f"{self.url} serves {self.model}" + (f", vLLM {self.version}" if self.version else ""))
+
+    def versions(self, context: Context) -> Outcome:
+        from packaging.version import InvalidVersion, Version
+
+        from ..matrix import load_matrix
+
+        self._needs(self.model, "the server does not answer (SC811)")
+        self._needs(self.version, "the server does not tell its version")
+        client = context.installed("speculators").version
+        own = context.installed("vllm").version
+        try:
+            row, exact, reason = load_matrix().select_server(Version(str(self.version)))
+        except (InvalidVersion, CompatError):
+            return skipped(f"the server says vLLM {self.version}, which the matrix does not list")
+        here = f"speculators {client} here" if client else "no speculators here"
+        here += "" if own is None else f", vLLM {own} here"
+        if not exact or row.status == "untested":
+            return warning(
+                f"{reason}; {here}",
+                expected="a vLLM whose server path was run (compat-check --list)",
+                why="it is expected to work, and not proved: the probe below decides",
+                mend="nothing, where the probe passes",
+            )
+        return ok(f"vLLM {self.version}: {row.status}; {here}")
+
+    def method(self, context: Context) -> Outcome:
+        import urllib.error
+
+        self._needs(self.model, "the server does not answer (SC811)")
+        body = {
+            "model": self.model,
+            "prompt": list(self.tokens),
+            "max_tokens": 1,
+            "temperature": 0,
+            "return_token_ids": True,
+        }
+        expected = "an answer that names the file of states (kv_transfer_params.hidden_states_path)"
+        mend = "start it with the command that compat-check --serve --model DIR prints"
+        try:
+            answer = self._ask("/v1/completions", body)
+        except urllib.error.HTTPError as error:
+            text = error.read(300).decode(errors="replace")
+            return failed(
+                f"HTTP status {error.code}: {text}", expected=expected, why="requests of the client fail so too", mend=mend
+            )
+        except (OSError, ValueError) as error:
+            return failed(
+                f"{error}; asked for {self.seconds:g} s",
+                expected=expected,
+                why="a server that ends at its first request writes no states",
+                mend="look at its log; without CUDA set SPECULATORS_COMPAT_SERVE=1; " + mend,
+            )
+        params = answer.get("kv_transfer_params") or {}
+        named = params.get("hidden_states_path")
+        if not named and params.get("handle"):
+            return skipped(f"the connector hands over by {sorted(params)}, not by files")
+        if not named:
+            return failed(
+                "the answer names no states (kv_transfer_params is empty)",
+                expected=expected,
+                why="the server runs without the method extract_hidden_states or without its connector",
+                mend=mend,
+            )
+        echoed = (answer.get("choices") or [{}])[0].get("prompt_token_ids")
+        if echoed is not None and echoed != list(self.tokens):
+            return failed(
+                f"the server computed {len(echoed)} other tokens",
+                expected=f"the {len(self.tokens)} token ids that were sent",
+                why="states would belong to another prompt",
+                mend="leave out what changes prompts on the way (a proxy, a chat template)",
+            )
+        self.path = Path(named)
+        return ok(f"states in {named}")
+
+    def folder(self, context: Context) -> Outcome:
+        from ..statefile import wait_until_whole
+
+        path = self._file()
+        mend = "mount the server's folder here under the same path, or start it with another shared_storage_path"
+        why = "speculators' client opens the path that the server names, on its own host"
+        if not path.parent.is_dir():
+            return failed(f"there is no {path.parent} here", expected="the server's folder", why=why, mend=mend)
+        try:
+            wait_until_whole(path, seconds=min(self.seconds, 20.0))
+        except CompatError as error:
+            if path.exists():
+                return failed(error.found, expected=error.expected, why=error.why, mend=error.mend)
+            return failed(
+                f"{path.parent} is here, without the server's file {path.name}",
+                expected="the very folder that the server writes to",
+                why="a folder of the same name on this host, or another mount; " + why,
+                mend=mend,
+            )
+        self.whole = True
+        if not os.access(path.parent, os.W_OK):
+            return warning(
+                f"{path.parent} may not be written to by this user",
+                expected="a folder in which the client may delete files that it has read",
+                why="states pile up until the file system is full",
+                mend=f"let the client's user write there (chmod), for example chmod 1777 {path.parent}",
+            )
+        return ok(f"{path.parent} is here, {path.stat().st_size:,} bytes, whole")
+
+    def states(self, context: Context) -> Outcome:
+        path = self._file()
+        self._needs(self.whole, "the file is not here (SC813)")
+        try:
+            import torch  # noqa: F401
+        except ImportError:
+            return skipped("torch is not installed here: the file is whole, its numbers were not looked at")
+        from ..statefile import checked_states
+
+        layers = hidden = None
+        if context.options.model is not None:
+            hidden = context.shape[1]
+        if context.options.layer_ids is not None:
+            layers = len(set(context.options.layer_ids))
+        found = checked_states(path, self.tokens, layers=layers, hidden_size=hidden, seconds=1, keep_lock=True)
+        rows, count, size = found.shape
+        return ok(f"{rows} tokens x {count} layers x {size}, {str(found.dtype).removeprefix('torch.')}, finite")
+
+    def tidy(self) -> None:
+        """Delete the probe's own file."""
+        if self.path is not None and self.whole:
+            for one in (self.path, Path(f"{self.path}.lock")):
+                try:
+                    one.unlink(missing_ok=True)
+                except OSError:  # said by SC813
+                    return
+
+    def _needs(self, what: object, reason: str) -> None:
+        if not what:
+            raise Unavailable(reason)
+
+    def _file(self) -> Path:
+        if self.path is None:
+            raise Unavailable("the server named no file (SC812)")
+        return self.path
