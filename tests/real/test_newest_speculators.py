@@ -88,13 +88,13 @@ speculators_compat.registry.registry()
 import speculators.data_generation.vllm_client, vllm.entrypoints.llm, vllm.engine.arg_utils, vllm.config.speculative
 import transformers.configuration_utils, torch
 from vllm.v1.engine.llm_engine import LLMEngine
-today, before = [fails(FROM_MODULE), fails(FROM_PACKAGE)], snapshot()
+today, before, had = [fails(FROM_MODULE), fails(FROM_PACKAGE)], snapshot(), left()
 del os.environ["SPECULATORS_COMPAT"]
 speculators_compat.activate()
 works = [fails(FROM_MODULE), fails(FROM_PACKAGE)]
 states = {a.id: str(a.state) for a in speculators_compat.status().adapters}
 speculators_compat.deactivate()
-show(today=today, works=works, undone=[fails(FROM_MODULE), fails(FROM_PACKAGE)], left=left(),
+show(today=today, works=works, undone=[fails(FROM_MODULE), fails(FROM_PACKAGE)], left=sorted(set(left()) - set(had)),
      after=differences(before, snapshot()), states=states, compared=len(before))
 """
     done = env.run("-c", TOOLS + MORE + code, speculators=SPECULATORS)
@@ -105,33 +105,54 @@ show(today=today, works=works, undone=[fails(FROM_MODULE), fails(FROM_PACKAGE)],
     assert package.startswith("ImportError: cannot import name 'VllmHiddenStatesGenerator'")
     assert found["works"] == ["no error", "no error"]
     assert found["undone"] == found["today"]
-    assert (found["left"], found["after"]) == ([], [])
+    assert found["left"] == []
+    assert found["after"] == []
     assert set(found["states"].values()) <= {"applied", "not-needed", "not-applicable", "waiting"}
 
 
-def test_the_trainer_reads_what_the_example_writes(env: VllmEnv, model: Path, tmp_path: Path) -> None:
-    """No format, no layer ids given: both are those of the installed trainer, which reads them and learns."""
-    file, out, answer = tmp_path / "prompts.jsonl", tmp_path / "out", tmp_path / "answer.json"
+@pytest.fixture(scope="module")
+def written(env: VllmEnv, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the example writes if neither format nor layer ids are given: both are those of the installed trainer."""
+    folder = tmp_path_factory.mktemp("written")
     lines = [json.dumps({"input_ids": ids, "loss_mask": [1] * len(ids)}) for ids in prompts(40)]
-    file.write_text("\n".join(lines))
-    arguments = ["--model-path", model, "--prepared-data", file, "--output-dir", out, "--vllm-args", EXACT]
-    arguments += ["--max-seq-len", 100, "--gpu-memory-utilization", 0.3, "--skip-check"]
-    done = env.run(
-        ROOT / "examples" / "extract_hidden_states.py",
-        *arguments,
-        speculators=SPECULATORS,
-        VLLM_CPU_OMP_THREADS_BIND="nobind",
-    )
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    arguments = ["--model-path", model, "--prepared-data", folder / "prompts.jsonl", "--output-dir", folder / "out"]
+    arguments += ["--vllm-args", EXACT, "--max-seq-len", 100, "--gpu-memory-utilization", 0.3, "--skip-check"]
+    script = ROOT / "examples" / "extract_hidden_states.py"
+    done = env.run(script, *arguments, speculators=SPECULATORS, VLLM_CPU_OMP_THREADS_BIND="nobind")
     assert done.returncode == 0, done.stdout[-6000:]
     assert "count the layers that are left" not in done.stdout  # nothing is in doubt here
-    manifest = json.loads((out / "manifest.json").read_text())
-    assert manifest["recorded"]["boundaries"] == [2, LAYERS // 2, LAYERS - 3, LAYERS]
-    assert [layer["boundary"] for layer in manifest["recorded"]["layers_captured"]] == manifest["recorded"]["boundaries"]
-    assert manifest["recorded"]["way"] == "restored"
-    done = env.run(HERE / "train.py", out, model, answer, speculators=SPECULATORS, SPECULATORS_COMPAT="0")
+    return folder / "out"
+
+
+def test_the_trainer_reads_what_the_example_writes(
+    env: VllmEnv, model: Path, written: Path, tmp_path: Path
+) -> None:
+    """By its own data set and collation, its own choice of layers, and transformers' states of those."""
+    recorded = json.loads((written / "manifest.json").read_text())["recorded"]
+    assert recorded["boundaries"] == [2, LAYERS // 2, LAYERS - 3, LAYERS]
+    assert [layer["boundary"] for layer in recorded["layers_captured"]] == recorded["boundaries"]
+    assert recorded["way"] == "restored"
+    answer = tmp_path / "answer.json"
+    done = env.run(
+        HERE / "train.py", written, model, answer, "only-read", speculators=SPECULATORS, SPECULATORS_COMPAT="0"
+    )
     assert done.returncode == 0, done.stdout[-6000:]
     found = json.loads(answer.read_text())
     assert found["samples"] == 40
-    assert found["trainer"]["layers"] == [2, LAYERS // 2, LAYERS - 3] == found["aux_layers"]
+    assert found["trainer"]["layers"] == [2, LAYERS // 2, LAYERS - 3]
     assert found["trainer"]["error"] <= 1e-5
+    assert found["batch"]["hidden_states"] == [1, 128, 3 * 128]
+
+
+@pytest.mark.wide
+def test_the_trainer_learns(vllm_env: VllmEnv, model: Path, written: Path, tmp_path: Path) -> None:
+    # Beside an older torch: the newest one's flex attention, which the trainer uses, has no backward pass on a CPU.
+    answer = tmp_path / "answer.json"
+    done = vllm_env.run(
+        HERE / "train.py", written, model, answer, speculators=SPECULATORS, timeout=900, SPECULATORS_COMPAT="0"
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    found = json.loads(answer.read_text())
+    assert found["trainer"]["layers"] == found["aux_layers"]
     assert found["last"] < 0.8 * found["first"]

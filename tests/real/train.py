@@ -1,6 +1,6 @@
 """Runs beside a speculators release: loads an extraction's output as its trainer does, and trains a tiny EAGLE-3 head.
 
-    python train.py OUTPUT_DIR MODEL ANSWER.json
+    python train.py OUTPUT_DIR MODEL ANSWER.json [only-read]
 
 Everything is speculators' own: data set, collation, vocabulary mapping, draft model, trainer. Only the output's format
 decides which data set class is used. The answer holds the loss of each step and what the data set gave; for an Arrow data
@@ -74,7 +74,14 @@ def layers_error(data, model_path):
     return {"error": worst, "layers": ids}
 
 
-def main(folder, model_path, answer_path):
+def main(folder, model_path, answer_path, only_read=""):
+    if only_read:
+        data, collate, _ = new_loader(folder, AutoConfig.from_pretrained(model_path).hidden_size)
+        batch = collate([data[i] for i in range(4)])
+        shapes = {k: list(v.shape) for k, v in batch.items() if isinstance(v, torch.Tensor)}
+        answer = {"samples": len(data), "trainer": layers_error(data, model_path), "batch": shapes}
+        Path(answer_path).write_text(json.dumps(answer))
+        return
     from speculators.models.eagle3 import Eagle3DraftModel
     from speculators.train.trainer import Trainer, TrainerConfig
     from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
@@ -116,6 +123,7 @@ def main(folder, model_path, answer_path):
         from speculators.train import distributed
 
         distributed._local_rank = "cpu"
+        torch.accelerator.synchronize = lambda *_: None  # asks for CUDA where torch is built with it
     config = {
         "lr": 3e-3,
         "num_epochs": EPOCHS,
