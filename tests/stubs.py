@@ -98,9 +98,10 @@ def site(vllm: Path, speculators: Path, target: Path, vllm_version: str, specula
             module, _, attribute = name.partition(":")
             imported.setdefault(module, set()).add(attribute.partition(".")[0])
     for module in sorted({m for m in (*recorder.modules, *imported) if m.startswith("vllm")}):
-        tree = recorder._tree(module)
-        if tree is None:
+        file = recorder._file(module)
+        if file is None:
             continue
+        tree = ast.parse(file.read_text(encoding="utf-8"))
         parts = module.split(".")
         is_package = recorder._is_package(module)
         path = target.joinpath(*parts, "__init__.py") if is_package else target.joinpath(*parts).with_suffix(".py")
