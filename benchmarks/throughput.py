@@ -83,6 +83,9 @@ class Peer:
     def finish(self) -> None:
         """At its end: what has been put off until now. Timed."""
 
+    def tidy(self) -> None:
+        """After it, not timed."""
+
     def close(self) -> None:
         """Free the device."""
 
@@ -201,6 +204,8 @@ class Files(Plugin):
         self.behind.flush()
         self.writer.close()
         assert self.writer.written == self.number
+
+    def tidy(self) -> None:
         shutil.rmtree(self.out)
 
 
@@ -301,7 +306,9 @@ def measure(peer: Peer, prompts: list[list[int]], batch: int) -> float:
     for first in range(0, len(prompts), batch):
         peer.run(prompts[first : first + batch])
     peer.finish()
-    return sum(map(len, prompts)) / (time.perf_counter() - start)
+    speed = sum(map(len, prompts)) / (time.perf_counter() - start)
+    peer.tidy()
+    return speed
 
 
 def measure_alone(name: str, options: argparse.Namespace) -> dict[str, list[float]]:

@@ -64,7 +64,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     trainer = layer_ids.trainer_format(detect("speculators").version)
     add("--format", choices=dataio.FORMATS, default=trainer, help=f"pt: 0.3, 0.4; safetensors: 0.5+ (here: {trainer})")
     add("--final-norm", action="store_true", help="last layer after the final norm (for speculators 0.3)")
-    add("--no-checksums", action="store_true", help="don't keep checksums.b2")
+    add("--no-checksums", action="store_true", help="don't keep checksums.sha256")
     add("--limit", type=positive, help="stop after this many usable prompts")
     add("--shard", metavar="I/N", help="only part I (0 to N-1) of N, in a folder of its own in --output-dir")
     add("--vllm-args", type=json_object, metavar="JSON", help='more vLLM arguments: \'{"dtype": "float32"}\'')

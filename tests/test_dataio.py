@@ -239,7 +239,7 @@ def test_nothing_is_left_beside_and_nothing_is_world_writable(tmp_path: Path) ->
     out = tmp_path / "a" / "out"
     assert sorted(p.name for p in out.iterdir()) == [
         ".lock",
-        "checksums.b2",
+        "checksums.sha256",
         "data_0.pt",
         "manifest.json",
         "sample_lengths.json",
@@ -538,18 +538,18 @@ def test_checksums(tmp_path: Path) -> None:
     with SampleWriter(tmp_path, SETTINGS) as writer:
         for index in (10, 9):
             writer.write(sample(index), answer(sample(index)))
-        lines = (tmp_path / "checksums.b2").read_text().splitlines()
+        lines = (tmp_path / "checksums.sha256").read_text().splitlines()
         assert [line.split("  ")[1] for line in lines] == ["data_10.pt", "data_9.pt"]
-    lines = (tmp_path / "checksums.b2").read_text().splitlines()
+    lines = (tmp_path / "checksums.sha256").read_text().splitlines()
     assert lines == [f"{dataio.file_checksum(tmp_path / n)}  {n}" for n in ("data_9.pt", "data_10.pt")]
     # A kill between a sample and its line, and in the middle of a line.
-    (tmp_path / "checksums.b2").write_text(lines[0] + "\n" + lines[1][:40])
+    (tmp_path / "checksums.sha256").write_text(lines[0] + "\n" + lines[1][:40])
     with SampleWriter(tmp_path, SETTINGS):
         pass
-    assert (tmp_path / "checksums.b2").read_text().splitlines() == lines
+    assert (tmp_path / "checksums.sha256").read_text().splitlines() == lines
     with SampleWriter(tmp_path, SETTINGS, checksums=False) as writer:
         writer.write(sample(11), answer(sample(11)))
-    assert (tmp_path / "checksums.b2").read_text().splitlines() == lines
+    assert (tmp_path / "checksums.sha256").read_text().splitlines() == lines
 
 
 # ---- fingerprints

@@ -86,7 +86,7 @@ def test_shards_and_merge_are_one_run(main: Any, generator: Any, job: list[Any],
         from datasets import load_from_disk
 
         assert samples(out / "hidden_states") == samples(whole / "hidden_states")
-        assert (out / "checksums.b2").read_bytes() == (whole / "checksums.b2").read_bytes()
+        assert (out / "checksums.sha256").read_bytes() == (whole / "checksums.sha256").read_bytes()
         assert load_from_disk(str(out)).to_dict() == load_from_disk(str(whole)).to_dict()
     other = json.loads((whole / "manifest.json").read_text())
     assert manifest["complete"]
@@ -234,7 +234,7 @@ def test_a_merge_refuses_what_something_else_has_put_there(
         assert main(*job, "--shard", "0/2") == 0
         data["hidden_states"][0] += 1
         torch.save(data, tmp_path / "more" / "shard-0-of-2" / "data_0.pt")
-        (tmp_path / "more" / "shard-0-of-2" / "checksums.b2").unlink()
+        (tmp_path / "more" / "shard-0-of-2" / "checksums.sha256").unlink()
         told = "SC853"
     elif what == "engine":
         manifest["recorded"]["engine"] = {"dtype": "float16"}
@@ -259,7 +259,7 @@ def test_a_merge_refuses_what_something_else_has_put_there(
     assert f"[{told}]" in capsys.readouterr().err
     after = content(out)
     after.pop("manifest.json", None)  # the output folder's own, of no samples
-    after.pop("checksums.b2", None)
+    after.pop("checksums.sha256", None)
     after.pop("sample_lengths.json", None)
     after.pop(".lock", None)
     assert after == before

@@ -38,7 +38,7 @@ def test_all_samples_arrive_whole(tmp_path: Path) -> None:
         data = torch.load(tmp_path / f"data_{index}.pt")
         assert all(torch.equal(a, b) for a, b in zip(data["hidden_states"], answer(index)["hidden_states"], strict=True))
         path = tmp_path / f"data_{index}.pt"
-        assert f"{dataio.file_checksum(path)}  {path.name}\n" in (tmp_path / "checksums.b2").read_text()
+        assert f"{dataio.file_checksum(path)}  {path.name}\n" in (tmp_path / "checksums.sha256").read_text()
 
 
 def test_room_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

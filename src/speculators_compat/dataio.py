@@ -11,7 +11,7 @@ Output, in one of two formats:
     ``hidden_states`` (tokens, layers, hidden size), where N counts the usable lines from 0, and beside them the
     Arrow data set whose row N has the same tokens, their loss mask, and the line they came from.
 
-With either: ``manifest.json``, which says how the data was made, and ``checksums.b2``, as ``b2sum -c`` reads it.
+With either: ``manifest.json``, which says how the data was made, and ``checksums.sha256``, as ``sha256sum -c`` reads it.
 
 Every file appears whole or not at all: temporary file in the same folder, fsync, rename, fsync of the folder.
 A run that continues another trusts only the samples that still load and fit.
@@ -73,7 +73,8 @@ __all__ = [
 MANIFEST = "manifest.json"
 LENGTHS = "sample_lengths.json"
 LOCK = ".lock"
-CHECKSUMS = "checksums.b2"
+# SHA-256, because processors have instructions for it: three times as fast there as BLAKE2b.
+CHECKSUMS = "checksums.sha256"
 MANIFEST_FORMAT = 2
 LAYER_CONVENTION = "after-layer"
 FORMATS = ("pt", "safetensors")
@@ -602,7 +603,7 @@ class SampleWriter:
         output_dir: made where it is missing.
         settings: what decides the values, see :func:`make_settings`. A folder that holds samples made with
             other settings is refused with SC604.
-        checksums: keep ``checksums.b2``; it costs a pass over each sample's bytes.
+        checksums: keep ``checksums.sha256``; it costs a pass over each sample's bytes.
 
     Raises:
         CompatError: SC602 no space, SC603 can't write, SC604 other settings, SC607 folder in use.
@@ -760,7 +761,7 @@ class SampleWriter:
 
         size = sum(tensor.numel() * tensor.element_size() for tensor in (ids, mask, *states))
         number = self._number(sample)
-        digest = hashlib.blake2b() if self._sums is not None else None
+        digest = hashlib.sha256() if self._sums is not None else None
         return Content(self._path(number), produce, size, digest, number, len(sample.input_ids))
 
     def close(self, *, complete: bool = True) -> None:
@@ -952,7 +953,7 @@ class SampleWriter:
         with contextlib.suppress(FileNotFoundError):
             for line in (self.folder / CHECKSUMS).read_text(errors="replace").splitlines():
                 digest, _, name = line.partition("  ")
-                if len(digest) == 128:
+                if len(digest) == 64:
                     known[name] = digest
         for number in self.finished:
             path = self._path(number)
@@ -981,7 +982,7 @@ class SampleWriter:
         )
         self._recorded["checksums"] = {
             "file": CHECKSUMS,
-            "algorithm": "BLAKE2b-512",
+            "algorithm": "SHA-256",
             "of_the_file": hashlib.blake2b(content).hexdigest(),
         }
 
@@ -1096,8 +1097,8 @@ def write_safetensors(out: Any, ids: Any, states: Sequence[Any]) -> None:
 
 
 def file_checksum(path: Path) -> str:
-    """BLAKE2b-512 of a file, as ``b2sum`` prints it."""
-    digest = hashlib.blake2b()
+    """SHA-256 of a file, as ``sha256sum`` prints it."""
+    digest = hashlib.sha256()
     with open(path, "rb") as stream:
         while block := stream.read(2**22):
             digest.update(block)

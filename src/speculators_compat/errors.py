@@ -294,7 +294,7 @@ CATALOG: dict[str, ErrorInfo] = {
         "verify reads manifest.json and the samples, and computes some of them again with transformers on this host. "
         "The manifest or the samples are missing, the model is not the one that made them, transformers does not know "
         "its architecture, or it does not fit into memory.\n"
-        "Mend: see the message; --checksums-only compares the files with checksums.b2 and needs no model.",
+        "Mend: see the message; --checksums-only compares the files with checksums.sha256 and needs no model.",
     ),
     "SC612": ErrorInfo(
         "samples are not what the model computes",

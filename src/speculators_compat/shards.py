@@ -607,7 +607,7 @@ def _sums(folder: Path) -> dict[str, str]:
     with contextlib.suppress(FileNotFoundError):
         for line in (folder / dataio.CHECKSUMS).read_text(errors="replace").splitlines():
             digest, _, name = line.partition("  ")
-            if len(digest) == 128:
+            if len(digest) == 64:
                 known[name] = digest
     return known
 

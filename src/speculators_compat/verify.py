@@ -4,7 +4,7 @@
 
 The deeper check beside the proof that each sample gets while it is made: all tokens and all layers of some samples. Where
 a layer does not fit, the layer that would is named, which tells a wrong layer convention from a wrong prompt. With
-``--checksums-only`` files are compared with ``checksums.b2`` and no model is loaded.
+``--checksums-only`` files are compared with ``checksums.sha256`` and no model is loaded.
 
 Exit status: 0 all fit, 1 some do not, 2 usage, 4 nothing could be verified.
 """
@@ -86,7 +86,7 @@ def load_sample(path: Path) -> tuple[list[int], list[Any]]:
 
 
 def wrong_checksums(folder: Path, paths: Sequence[Path]) -> list[str]:
-    """What is wrong with files of the data set, compared with ``checksums.b2``."""
+    """What is wrong with files of the data set, compared with ``checksums.sha256``."""
     known: dict[str, str] = {}
     try:
         for line in (folder / CHECKSUMS).read_text().splitlines():
@@ -276,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", help="the model, if it has moved")
     parser.add_argument("--seed", type=int, default=0, help="which samples are drawn")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code from the model folder")
-    parser.add_argument("--checksums-only", action="store_true", help="compare all files with checksums.b2")
+    parser.add_argument("--checksums-only", action="store_true", help="compare all files with checksums.sha256")
     args = parser.parse_args(argv)
     if args.samples < 1:
         parser.error("--samples must be 1 or more")

@@ -23,13 +23,13 @@ class WriteBehind:
 
     Args:
         limit: :meth:`make_room` waits while more bytes than these are not written yet.
-        threads: half the processors by default, from 2 to 12.
+        threads: three quarters of the processors by default, from 2 to 12.
     """
 
     def __init__(self, writer: SampleWriter, *, limit: int = LIMIT, threads: int | None = None) -> None:
         self._writer = writer
         self._limit = limit
-        self._pool = ThreadPoolExecutor(threads or max(2, min(12, len(os.sched_getaffinity(0)) // 2)))
+        self._pool = ThreadPoolExecutor(threads or max(2, min(12, 3 * len(os.sched_getaffinity(0)) // 4)))
         self._changed = threading.Condition()
         self._waiting = 0  # bytes
         self._samples = 0
