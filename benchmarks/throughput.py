@@ -333,8 +333,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--memory", type=float, default=0.28, help="gpu_memory_utilization of each resident engine")
+    parser.add_argument("--steps", action="store_true", help="also where the time of a step goes (benchmarks/steps.py)")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.steps:
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions are sent to the worker
     config = SHAPES[options.shape]
     rng = random.Random(0)
     prompts = [
@@ -360,6 +363,11 @@ def main() -> None:
                 for name in list(peers) if number % 2 == 0 else list(peers)[::-1]:
                     figures[name].setdefault(str(batch), []).append(measure(peers[name], prompts, batch))
                 print({n: {b: round(v[-1]) for b, v in f.items()} for n, f in figures.items() if f}, flush=True)
+        if options.steps:
+            import steps
+
+            options.measured_steps = steps.measure(peers["plain"], peers["plugin"], prompts)
+            print(options.measured_steps, flush=True)
         stack.close()
         for name in alone:
             try:
@@ -388,6 +396,9 @@ def report(options: argparse.Namespace, figures: dict[str, dict[str, list[float]
         "shape": options.shape, "prompts": options.prompts, "tokens": options.tokens, "versions": versions,
         "tokens_per_second": figures,
     }  # fmt: skip
+    if options.steps:
+        data["milliseconds_of_a_step"] = options.measured_steps
+        data["command"] += " --steps"
     if options.out:
         options.out.write_text(json.dumps(data, indent=1) + "\n")
     print(f"\n{options.shape}, {options.prompts} x {options.tokens} tokens, {device}, {versions}\n")
