@@ -35,6 +35,13 @@ def ray(session: nox.Session) -> None:
 
 
 @nox.session
+def server(session: nox.Session) -> None:
+    """Run `vllm serve` for hidden states and speculators' client on several releases: `nox -s server -- --vllm 0.32.0`."""
+    session.install("uv", ".")
+    session.run("python", "tools/server_sweep.py", *session.posargs)
+
+
+@nox.session
 def wide(session: nox.Session) -> None:
     """The tests that `make test` leaves out: each adapter switched off under a rehearsal."""
     session.run("make", "test", "ARGS=-m wide", external=True)

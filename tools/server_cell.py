@@ -171,7 +171,8 @@ def environment(scratch: Path, args: argparse.Namespace) -> dict[str, str]:
 def server(planned: Any, env: dict[str, str], log: Path) -> Any:
     """A `vllm serve` that answers; its process group is ended afterwards."""
     words = planned.arguments
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *words[1:], "--host", "127.0.0.1"]
+    words = words[1:] if words[0] == "python" else ["-m", "vllm.entrypoints.cli.main", *words[1:]]
+    command = [sys.executable, *words, "--host", "127.0.0.1"]
     with open(log, "wb") as out:
         process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
     try:

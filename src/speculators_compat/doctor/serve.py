@@ -83,7 +83,10 @@ class ServePlan:
         def text(value: Any) -> str:
             return json.dumps(value, separators=(",", ":"))
 
-        words = ["vllm", "serve", self.model, "--port", str(self.port)]
+        words = ["vllm", "serve", self.model]
+        if self.on_cpu:  # there the command looks for a distribution named vllm, and ends
+            words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", self.model]
+        words += ["--port", str(self.port)]
         words += ["--speculative-config", text(self.speculative_config)]
         words += ["--kv-transfer-config", text(self.kv_transfer_config)]
         # A token that is found in the prefix cache is not computed, and has no state.
@@ -115,9 +118,10 @@ class ServePlan:
     def command(self) -> str:
         """What to type, over several lines."""
         lines = [" ".join(f"{name}={value}" for name, value in self.environment.items())]
-        words = iter(self.arguments)
-        lines[0] += " " + shlex.join([next(words), next(words), next(words)])
-        rest = list(words)
+        rest = self.arguments
+        first = rest.index("--port")
+        lines[0] += " " + shlex.join(rest[:first])
+        rest = rest[first:]
         while rest:
             taken = [rest.pop(0)]
             if rest and not rest[0].startswith("--"):

