@@ -164,10 +164,10 @@ def drive(
             continue
         handle, outcome = ended
         job = running.pop(handle)
-        words = [line for line in outcome.said.splitlines() if line.strip()]
-        job.attempts.append(
-            {"status": outcome.status, "seconds": round(outcome.seconds, 1), "node": outcome.node, "last": words[-1:]}
-        )
+        lines = [line for line in outcome.said.splitlines() if line.strip()]
+        last = next((line for line in reversed(lines) if line.startswith("[SC")), "".join(lines[-1:]))
+        facts = {"status": outcome.status, "seconds": round(outcome.seconds, 1), "node": outcome.node}
+        job.attempts.append({**facts, "last": last[:300]})
         if outcome.status == 0:
             tell(f"shard {job.shard}: done in {outcome.seconds:.0f} s on {outcome.node}")
             continue
@@ -306,7 +306,7 @@ def extract(argv: list[str] | None) -> int:
     print(f"restarted: {sum(job.retries for job in jobs)} times")
     print(f"output:    {out}")
     if failed:
-        ends = [f"{job.shard}: {' '.join(job.attempts[-1]['last'])[:200]}" for job in failed]
+        ends = [f"{job.shard}: {job.attempts[-1]['last']}" for job in failed]
         raise CompatError(
             "SC863",
             found=f"{len(failed)} of {count} shards failed: " + "; ".join(ends[:5]),

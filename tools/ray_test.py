@@ -120,6 +120,14 @@ def holder(out: Path, shard: int) -> int | None:
         return None
 
 
+def command(pid: int) -> bytes:
+    """A process's command line, or the name that it has given itself."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
@@ -156,17 +164,23 @@ class Killer(threading.Thread):
                     del left[shard]
 
     def strike(self, kind: str, pid: int) -> int | None:
-        victim = pid
-        if kind in ("Ray worker", "machine"):  # the machine is its raylet, whose end the Ray worker does not outlive
-            victim = parent(pid)
-            if kind == "machine" and victim > 1:
+        victim, also = pid, []
+        try:
+            if kind in ("Ray worker", "machine"):
+                victim = parent(pid)
+            if kind == "machine":  # a raylet and all that it has started, at once
                 victim = parent(victim)
-            if victim <= 1:
-                return None
-        elif kind == "engine process":
-            cores = [one for one in children(pid) if b"VLLM::" in Path(f"/proc/{one}/cmdline").read_bytes()]
+                also = children(victim)
+        except (OSError, ValueError):  # it has ended meanwhile
+            return None
+        if {"Ray worker": b"ray::", "machine": b"raylet"}.get(kind, b"") not in command(victim):
+            return None
+        if kind == "engine process":
+            cores = [one for one in children(pid) if b"VLLM::" in command(one)]
             victim = cores[0] if cores else pid  # speculators' own class has it in the script's process
-        os.kill(victim, signal.SIGKILL)
+        for one in (victim, *also):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
         return victim
 
 
