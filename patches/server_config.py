@@ -36,7 +36,7 @@ class ServerConfig(Adapter):
             return Probe(State.NOT_APPLICABLE, "this vLLM has no ExtractHiddenStatesConfig")
         if surface.call_keywords(CONFIG, "get_text_config") is not None:
             return Probe(State.NOT_NEEDED, "the config keeps the target's text config itself")
-        if parameters.unknown(["model"]):
+        if "model" not in parameters.names:
             return Probe(State.DRIFTED, "ExtractHiddenStatesConfig takes the target's config by another name")
         return Probe(State.APPLIED, "the target's text config is put back")
 

@@ -21,11 +21,10 @@ def load() -> None:
         from speculators_compat import activate
 
         activate()
-    if os.environ.get("SPECULATORS_COMPAT_SERVE"):  # serving.SERVE
+    if os.environ.get("SPECULATORS_COMPAT_SERVE", "").strip().lower() in ("1", "on", "true", "yes"):  # serving.SERVE
         server_only = True
         try:
             from speculators_compat import serving
         finally:
             server_only = False
-        if serving.switched_on():
-            serving.activate_server()
+        serving.activate_server()

@@ -7,7 +7,6 @@ installed or not. Each waits for the module that it mends, and its probe decides
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import warnings
@@ -39,11 +38,6 @@ class _Side:
 
 _server, _client = _Side(), _Side()
 _lock = threading.RLock()
-
-
-def switched_on() -> bool:
-    """Whether :data:`SERVE` asks for the server's adapters."""
-    return os.environ.get(SERVE, "").strip().lower() in ("1", "on", "true", "yes")
 
 
 def activate_server() -> None:
