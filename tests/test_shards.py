@@ -307,6 +307,17 @@ def test_a_damaged_sample_is_missing(main: Any, generator: Any, job: list[Any], 
     assert json.loads((out / "manifest.json").read_text())["complete"]
 
 
+def test_more_shards_than_samples(main: Any, generator: Any, job: list[Any], tmp_path: Path) -> None:  # noqa: F811
+    out = tmp_path / "out"
+    for index in (10, *range(10), 11):
+        assert main(*job, "--shard", f"{index}/12") == 0
+    assert len(generator.made) == 9  # no engine for nothing
+    assert shards.merge(out).samples == 9
+    job[job.index("--output-dir") + 1] = tmp_path / "whole"
+    assert main(*job) == 0
+    assert samples(out) == samples(tmp_path / "whole")
+
+
 def test_a_limit_and_the_prompts_elsewhere(main: Any, generator: Any, job: list[Any], tmp_path: Path) -> None:  # noqa: F811
     out = tmp_path / "out"
     for index in range(2):
