@@ -21,7 +21,7 @@ from packaging.version import Version
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 from speculators_compat import support
-from speculators_compat.matrix import Cell, Matrix, load_matrix
+from speculators_compat.matrix import Cell, Matrix, ServerRow, load_matrix
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- support-table -->", "<!-- /support-table -->"
@@ -139,6 +139,50 @@ def _problem(cell: Cell, row: dict[str, Any] | None, evidence: dict[str, Any], r
     return None
 
 
+def server_rows(evidence: dict[str, Any]) -> dict[Version, list[dict[str, Any]]]:
+    """The mended rows of ``evidence/server.json`` by vLLM release."""
+    found: dict[Version, list[dict[str, Any]]] = {}
+    for row in evidence["rows"]:
+        if row["mended"]:
+            found.setdefault(Version(Version(row["vllm"]).base_version), []).append(row)
+    return found
+
+
+def server_disagreements(matrix: Matrix, evidence: dict[str, Any], root: Path = ROOT) -> list[str]:
+    """Where the matrix says more of the server path than a served and an offline cell that are right."""
+    rows = server_rows(evidence)
+    found = []
+    for row in matrix.server_rows:
+        for release in row.releases if row.status == "verified" else ():
+            where = f"the server path on vLLM {release} is verified, but"
+            mine = rows.get(release, [])
+            if row.evidence and not (root / row.evidence).is_file():
+                found.append(f"{where} there is no {row.evidence}")
+            if bad := [r["model"] for r in mine if r["outcome"] != "right"]:
+                found.append(f"{where} {', '.join(bad)} failed")
+            if missing := {"serve", "offline"} - {r["way"] for r in mine}:
+                found.append(f"{where} there is no evidence of {', '.join(sorted(missing))}")
+    return found
+
+
+def _server_row(row: ServerRow, rows: dict[Version, list[dict[str, Any]]]) -> str:
+    mine = [r for release in row.releases for r in rows.get(release, [])]
+    said = [f"**{row.status}**" if row.status == "verified" else row.status]
+    if row.status == "verified" and mine:
+        worst = max(r["worst"] for r in mine if r["dtype"] == "float32")
+        clients = sorted({r["speculators"] for r in mine if r.get("speculators")}, key=Version)
+        said += [max(r["date"] for r in mine), f"error {worst:.1e}", f"clients {', '.join(clients)}"]
+    if row.note:
+        said.append(row.note)
+    return f"- `vllm serve` ([server path](docs/server.md)), vLLM {', '.join(map(str, row.releases))}: {', '.join(said)}"
+
+
+def server_markdown(matrix: Matrix, evidence: dict[str, Any]) -> str:
+    """A line for each row of the server path."""
+    rows = server_rows(evidence)
+    return "".join(f"{_server_row(row, rows)}\n" for row in matrix.server_rows)
+
+
 # --------------------------------------------------------------------------- README
 
 
@@ -190,6 +234,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     evidence = json.loads(file.read_text()) if file.is_file() else {"rows": []}
     problems = [] if file.is_file() else ["there is no evidence/sweep.json: run nox -s sweep"]
     problems += disagreements(matrix, evidence, root)
+    served_file = root / "evidence" / "server.json"
+    served = json.loads(served_file.read_text()) if served_file.is_file() else {"rows": []}
+    problems += server_disagreements(matrix, served, root)
 
     packaged, readme = root / "src" / "speculators_compat" / "support.json", root / "README.md"
     small = condensed(evidence)
@@ -199,7 +246,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         problems.append("support.json is out of date: run tools/support_table.py")
     if packaged.is_file():
         text = readme.read_text(encoding="utf-8")
-        fresh = with_table(text, markdown(matrix, support.load_support(packaged)))
+        table = markdown(matrix, support.load_support(packaged)) + server_markdown(matrix, served)
+        fresh = with_table(text, table)
         if text != fresh and args.check:
             problems.append("README's support table is out of date: run tools/support_table.py")
         elif text != fresh:

@@ -189,6 +189,12 @@ def plan(context: Context, *, folder: str | None = None, port: int = PORT) -> Se
     if native is not True:
         why = "does not declare SupportsEagle3" if native is False else "may not declare SupportsEagle3"
         notes.append(f"{context.facts.architecture} {why}: {SERVE} gives it the interface")
+    listed = os.environ.get("VLLM_PLUGINS")
+    if listed is not None and "speculators_compat" not in listed.split(","):
+        notes.append(f"VLLM_PLUGINS={listed} leaves speculators_compat out: add it, or unset the variable")
+    forced = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") not in ("", "0")
+    if forced and not surface.has_module("vllm.v1.worker.gpu.spec_decode.extract_hidden_states"):
+        notes.append("VLLM_USE_V2_MODEL_RUNNER is set, and this vLLM's runner V2 does not have the method: unset it")
     more = dict(context.options.vllm_args)
     trust = bool(context.config.get("auto_map")) or bool(more.pop("trust_remote_code", False))
     more.pop("enable_prefix_caching", None)
