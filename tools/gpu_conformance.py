@@ -403,6 +403,17 @@ def versions() -> dict[str, str]:
 
 # --------------------------------------------------------------------------- several models
 
+#: Process groups that run now.
+RUNNING: set[int] = set()
+
+
+def stop(number: int, frame: Any) -> None:
+    """On SIGTERM: what was started must not stay behind. Rows of finished models are written already."""
+    for group in RUNNING:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+    os._exit(128 + number)
+
 
 def merge(out: Path, rows: list[dict[str, Any]]) -> None:
     """Put rows into the evidence file; others stay. A failure gives way to a row of the same model, never the reverse."""
@@ -436,12 +447,14 @@ def run_one(name: str, dtype: str, runner: str, folder: Path, options: argparse.
     started, error = time.perf_counter(), ""
     with open(log, "wb") as file:
         child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+        RUNNING.add(child.pid)
         try:
             child.wait(options.limit * (2 if name in DRAWN else 1))
         except subprocess.TimeoutExpired:
             error = "time limit"
         with contextlib.suppress(ProcessLookupError):  # its engine as well, if it is still there
             os.killpg(child.pid, signal.SIGKILL)
+        RUNNING.discard(child.pid)
         child.wait()
     lines = log.read_text(errors="replace").splitlines()
     row: dict[str, Any] | None = next(
@@ -476,6 +489,7 @@ def run_one(name: str, dtype: str, runner: str, folder: Path, options: argparse.
 
 def run_all(options: argparse.Namespace) -> int:
     """Each model in its own process."""
+    signal.signal(signal.SIGTERM, stop)
     wanted: list[tuple[str, str, str]] = []
     for text in options.all or [name for name in MODELS if MODELS[name][1]]:
         name, dtype, runner, *_ = [*text.split(":"), "", ""]
