@@ -8,7 +8,9 @@ Run it in an environment with vLLM, with a speculators release (0.5 to 0.9) on P
 serve     `vllm serve`, started with the command that compat-check --serve prints, and speculators' own client
 offline   vLLM's ``LLM`` with the same method; hooks on every decoder layer, written anew here, see the same forward passes
 
-Both compare with transformers in float32, boundary by boundary: boundary k is transformers' ``hidden_states[k]``, and the
+config    nothing is loaded: vLLM makes the config of an engine with the method
+
+The first two compare with transformers in float32, boundary by boundary: boundary k is transformers' ``hidden_states[k]``, and the
 last one is the state before the final norm. ``offline`` also compares bit by bit with what its own hooks saw. A state of
 another boundary has an error of about 0.1 to 1.
 
@@ -45,18 +47,32 @@ MAX_MODEL_LEN = 256
 START_LIMIT = 240
 #: Two correct implementations differ by a few 1e-6 in float32 and 1e-2 in bfloat16.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
-#: transformers' classes for models that tiny_models.py does not have, and what differs from the common sizes.
-MORE: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama64": ("LlamaForCausalLM", {}),
-    "qwen3": ("Qwen3ForCausalLM", {}),
-    "nemotron": ("NemotronForCausalLM", {}),
-    "gemma2": ("Gemma2ForCausalLM", {"sliding_window": 32, "query_pre_attn_scalar": 64}),
-}
+#: Sizes of the text models.
 COMMON: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 1024, "initializer_range": 0.1,
     "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "tie_word_embeddings": False,
 }  # fmt: skip
+#: transformers' classes for models that tiny_models.py does not have, and what differs from the common sizes.
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama64": ("LlamaForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "nemotron": ("NemotronForCausalLM", {}),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLForConditionalGeneration",
+        {
+            "text_config": {
+                **{k: v for k, v in COMMON.items() if k not in ("head_dim", "pad_token_id")},
+                "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
+            },
+            "vision_config": {
+                "depth": 2, "hidden_size": 64, "num_heads": 2, "intermediate_size": 128, "out_hidden_size": 256,
+            },
+            "image_token_id": 9, "video_token_id": 10, "vision_start_token_id": 12, "vision_end_token_id": 13,
+        },
+    ),
+    "gemma2": ("Gemma2ForCausalLM", {"sliding_window": 32, "query_pre_attn_scalar": 64}),
+}
 
 
 def make_model(kind: str, folder: Path) -> None:
@@ -72,7 +88,8 @@ def make_model(kind: str, folder: Path) -> None:
     name, own = MORE[kind]
     model_class = getattr(transformers, name)
     torch.manual_seed(0)
-    model = model_class(model_class.config_class(**{**COMMON, **own}))
+    config = {**COMMON, **own} if "text_config" not in own else own
+    model = model_class(model_class.config_class(**config))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms that are not all one
@@ -376,6 +393,10 @@ def cell(args: argparse.Namespace) -> dict[str, Any]:
             own(["--make", args.model, str(folder)])
             planned = plan(folder, shared, args)
             row["native"], row["layers"] = planned.native, list(planned.layers)
+            if args.way == "config":
+                own(["--config", str(folder)], environment(scratch, args))
+                row["outcome"] = "right"
+                return row
             job = scratch / "job.json"
             job.write_text(json.dumps({"layers": list(planned.layers), "prompts": prompts}))
             own(["--reference", str(folder), str(job), str(scratch / "reference.pt")])
@@ -433,11 +454,30 @@ def speculators_version() -> str:
     return str(detect_all()["speculators"].version or getattr(speculators, "__version__", "?"))
 
 
-def own(arguments: list[str]) -> None:
+def own(arguments: list[str], env: dict[str, str] | None = None) -> None:
     """This file again, in a process of its own: a process that vLLM forks must not have used torch's threads."""
-    done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, env=env)
     if done.returncode:
-        raise RuntimeError(f"{arguments[0]}: {done.stderr.strip().splitlines()[-1:]}")
+        raise RuntimeError(f"{arguments[0]}: {' '.join(done.stderr.split())[-300:]}")
+
+
+def make_config(folder: Path) -> None:
+    """Have vLLM make an engine's config, as a server does before it loads anything."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    draft = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}}
+    made = EngineArgs(
+        model=str(folder),
+        trust_remote_code=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=MAX_MODEL_LEN,
+        enable_prefix_caching=False,
+        speculative_config={"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": draft},
+    ).create_engine_config()
+    config = made.speculative_config.draft_model_config
+    assert config.hf_config.eagle_aux_hidden_state_layer_ids == [1, 3]
+    assert config.hf_text_config.num_attention_heads == made.model_config.hf_text_config.num_attention_heads
 
 
 #: For one GPU: with and without the interface, sliding windows, a quantized KV cache, over HTTP, and what is mended.
@@ -470,7 +510,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     add("--model", default="llama")
-    add("--way", choices=("serve", "offline"), default="serve")
+    add("--way", choices=("serve", "offline", "config"), default="serve")
     add("--mended", type=int, default=1, help="0: without the plugin")
     add("--runner", choices=("1", "2"), help="vLLM's model runner")
     add("--dtype", default="float32", choices=sorted(TOLERANCE))
@@ -483,10 +523,14 @@ def main(argv: list[str] | None = None) -> None:
     add("--gpu", action="store_true", help="all cells for one GPU")
     add("--jobs", type=int, default=1, help="with --gpu: cells at a time")
     add("--make", nargs=2, help=argparse.SUPPRESS)
+    add("--config", help=argparse.SUPPRESS)
     add("--reference", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.make:
         make_model(args.make[0], Path(args.make[1]))
+        return
+    if args.config:
+        make_config(Path(args.config))
         return
     if args.reference:
         job = json.loads(Path(args.reference[1]).read_text())
