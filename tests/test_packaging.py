@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from vllm_env import ROOT
 
+from speculators_compat import restored
+
 ADAPTERS = sorted(path.name for path in (ROOT / "patches").glob("*.py"))
 
 
@@ -29,6 +31,7 @@ def test_wheel(built: Path) -> None:
     assert {f"speculators_compat/patches/{name}" for name in ADAPTERS} <= names
     assert {"speculators_compat/compat_matrix.yaml", "speculators_compat/support.json"} <= names
     assert {"speculators_compat_plugin.py", "speculators_compat/py.typed"} <= names
+    assert {f"speculators_compat/restored/{file.name}" for file in restored.FILES.values()} <= names
 
 
 def test_source_distribution(built: Path) -> None:
