@@ -10,9 +10,9 @@ offline   vLLM's ``LLM`` with the same method; hooks on every decoder layer, wri
 
 config    nothing is loaded: vLLM makes the config of an engine with the method
 
-The first two compare with transformers in float32, boundary by boundary: boundary k is transformers' ``hidden_states[k]``, and the
-last one is the state before the final norm. ``offline`` also compares bit by bit with what its own hooks saw. A state of
-another boundary has an error of about 0.1 to 1.
+The first two compare with transformers in float32, boundary by boundary: boundary k is transformers' ``hidden_states[k]``,
+and the last one is the state before the final norm. ``offline`` also compares bit by bit with what its own hooks saw. A
+state of another boundary has an error of about 0.1 to 1.
 
 ``python server_cell.py --gpu`` runs the cells that belong on a GPU.
 """
