@@ -301,7 +301,12 @@ def extract(argv: list[str] | None) -> int:
     record = {"shards": {str(job.shard): job.attempts for job in jobs}}
     (out / "logs").mkdir(exist_ok=True)
     (out / "logs" / "ray.json").write_text(json.dumps(record, indent=1) + "\n")
-    merged = merge(out)
+    try:
+        merged = merge(out)
+    except CompatError as error:
+        if error.id != "SC854" or not failed:  # where no shard came far enough, its own error is the one to tell
+            raise
+        merged = shards.Merged()
     print(f"merged:    {merged.samples} of {merged.expected} samples, {merged.tokens:,} tokens")
     print(f"restarted: {sum(job.retries for job in jobs)} times")
     print(f"output:    {out}")
@@ -311,7 +316,7 @@ def extract(argv: list[str] | None) -> int:
             "SC863",
             found=f"{len(failed)} of {count} shards failed: " + "; ".join(ends[:5]),
             expected="all shards done",
-            why=f"{merged.expected - merged.samples} samples are missing",
+            why=f"{merged.expected - merged.samples} samples are missing" if merged.expected else "nothing was extracted",
             mend=f"see {out / 'logs'}, then repeat the same command: it computes only what is missing",
         )
     if (error := merged.error(out)) is not None:

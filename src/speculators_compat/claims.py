@@ -129,8 +129,8 @@ class Claim:
             os.fsync(handle)
             try:
                 os.link(scratch, self.path)
-            except FileExistsError:
-                pass
+            except (FileExistsError, FileNotFoundError):
+                pass  # somebody has it; or has tidied up behind us, and we try again
             except OSError:  # a file system without hard links
                 with contextlib.suppress(FileExistsError):
                     os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644))
