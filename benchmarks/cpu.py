@@ -266,13 +266,14 @@ def ratio(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
     for unit in ("elapsed_s", "processor_s"):
         ratios = [r["released"][unit] / r["plugin"][unit] for r in rounds]
+        quickest = {name: min(r[name][unit] for r in rounds) for name in SIDES}
         result[unit] = {
             **{name: round(statistics.median(r[name][unit] for r in rounds), 3) for name in SIDES},
             # The quickest turn of each is the one that others disturbed least.
-            **{f"{name}_quickest": round(min(r[name][unit] for r in rounds), 3) for name in SIDES},
+            **{f"{name}_quickest": round(value, 3) for name, value in quickest.items()},
             "speed_of_released": round(statistics.median(ratios), 3),
             "quarters": [round(q, 3) for q in statistics.quantiles(ratios, n=4)],
-            "speed_of_quickest": round(min(r["released"][unit] for r in rounds) / min(r["plugin"][unit] for r in rounds), 3),
+            "speed_of_quickest": round(quickest["released"] / quickest["plugin"], 3),
         }
     return result
 
