@@ -8,6 +8,7 @@
 ``SPECULATORS_COMPAT_FINAL_NORM`` ``1``: take the last layer's state after the model's final norm
 ``SPECULATORS_COMPAT_LAYER_IDS``  ``after-layer`` or ``boundary``: what ``layer_ids`` of the generator count
 ``SPECULATORS_COMPAT_WATCHDOG``   seconds without progress that end a run (1800); ``0``: never
+``SPECULATORS_COMPAT_SERVE``      ``1``: in vLLM's processes, the adapters of the server path (see :mod:`.serving`)
 ``SPECULATORS_COMPAT_WITHOUT``    adapter ids, with commas, that are left out: for diagnosis only
 ================================= ======================================================================
 """
