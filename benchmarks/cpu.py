@@ -297,21 +297,17 @@ def growth(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
                 print(done, usage[done], file=sys.stderr, flush=True)
     finally:
         side.end()
-    totals = {}
-    for n in (100, 1000, len(prompts)):
-        some = [b for b in blocks if b["samples"] <= n]
-        totals[n] = {unit: sum(b[unit] for b in some) / n * 1000 for unit in ("elapsed_s", "processor_s")}
+    totals = {n: sum(b["elapsed_s"] for b in blocks if b["samples"] <= n) for n in CHECKPOINTS if n <= len(prompts)}
+    # Medians of parts, as others may work on the machine.
+    third = len(blocks) // 3
+    first, last = (statistics.median(b["elapsed_s"] for b in part) for part in (blocks[:third], blocks[-third:]))
+    x, y = [math.log(n) for n in totals], [math.log(total) for total in totals.values()]
     result: dict[str, Any] = {
         "model": "LlamaForCausalLM, 4 layers, hidden 128, float32", "tokens": 16, "batch": 32, "samples": len(prompts),
-        "ms_per_sample": {n: {unit.removesuffix("_s"): round(v, 3) for unit, v in t.items()} for n, t in totals.items()},
+        "ms_per_sample": {n: round(total / n * 1000, 3) for n, total in totals.items()},
+        "last_third_to_first": round(last / first, 3),
+        "log_slope": round(statistics.linear_regression(x, y).slope, 3),
     }  # fmt: skip
-    # The drift of the time for a block of 100 over the run: 0 where cost is linear. Medians of thirds, as others work here.
-    third = len(blocks) // 3
-    for unit in ("elapsed_s", "processor_s"):
-        first, last = (statistics.median(b[unit] for b in part) for part in (blocks[:third], blocks[-third:]))
-        result[f"last_third_to_first_{unit.removesuffix('_s')}"] = round(last / first, 3)
-        x, y = [math.log(n) for n in totals], [math.log(n * t[unit]) for n, t in totals.items()]
-        result[f"log_slope_{unit.removesuffix('_s')}"] = round(statistics.linear_regression(x, y).slope, 3)
     result["before"] = before
     result["usage"] = usage
     return result
@@ -385,8 +381,8 @@ def show(result: dict[str, Any]) -> None:
         part = result["growth"]
         print(f"{part['model']}, prompts of {part['tokens']} tokens, batch {part['batch']}")
         for n, taken in part["ms_per_sample"].items():
-            print(f"{n:>7} samples: {taken['elapsed']:.2f} ms each, {taken['processor']:.2f} ms of processor time")
-        print(f"slope of log time over log samples: {part['log_slope_elapsed']}, {part['log_slope_processor']}")
+            print(f"{n:>7} samples: {taken:.2f} ms each")
+        print(f"slope of log time over log samples {part['log_slope']}, last third to first {part['last_third_to_first']}")
         for n, usage in part["usage"].items():
             print(f"{n:>7} samples: {usage}")
 
