@@ -151,7 +151,7 @@ def main() -> None:
     releases = envs / "speculators"
     add("--speculators", nargs="+", type=Path, default=[releases / "0.4.0.1", releases / "0.9.0"])
     add("--runs", type=int, default=21)
-    add("--slow-runs", type=int, default=9, help="of those that import speculators, and so torch")
+    add("--slow-runs", type=int, default=5, help="of those that import speculators, and so torch")
     add("--out", type=Path, default=ROOT / "benchmarks" / "results" / "overhead.json")
     options = parser.parse_args()
     if not 1 <= options.slow_runs <= options.runs:
