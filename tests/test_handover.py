@@ -175,3 +175,13 @@ def test_folder_and_files_are_the_users_alone(depot: Depot, sender: Sender) -> N
     deliver(depot, sender, "a", 1.0)
     assert depot.path.stat().st_mode & 0o077 == 0
     assert all(p.stat().st_mode & 0o077 == 0 for p in depot.path.iterdir() if p.name != "socket")
+
+
+def test_the_worker_unregisters_all_memory_before_it_is_gone(depot: Depot) -> None:
+    pinned: set[int] = set()
+    sender = Sender(str(depot.path), pin=lambda address, size: pinned.add(address), unpin=pinned.remove)
+    deliver(depot, sender, "kept by the caller", 1.0)
+    sender.buffer("in flight", SHAPE, torch.float32)
+    assert len(pinned) >= 1
+    sender.close()
+    assert not pinned

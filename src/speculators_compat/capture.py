@@ -12,6 +12,8 @@ taken is ``captured layers * max_num_batched_tokens * hidden size * bytes``, wha
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import queue
 import threading
 from dataclasses import dataclass, field
@@ -135,6 +137,8 @@ class Capture:
             handle.remove()
         self._journal.undo()
         self._steps.put(None)
+        if self.on_cuda:
+            self.stream.synchronize()  # nothing may be copied into memory that is let go
         self.sender.close()
 
     def reset(self) -> None:
@@ -425,7 +429,15 @@ def _to_pinned(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def _pin(address: int, size: int) -> None:
     # Without it copies still work, only not at the same time as the model; so a refusal is no error.
-    torch.cuda.cudart().cudaHostRegister(address, size, 0)
+    if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) != 0:
+        _forget_error()
+
+
+def _forget_error() -> None:
+    """CUDA keeps what a call refused, and torch would take it for the next kernel's failure."""
+    name = f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}"
+    with contextlib.suppress(OSError, AttributeError):  # torch has it loaded; where it cannot be found nothing is worse
+        ctypes.CDLL(name).cudaGetLastError()
 
 
 def _unpin(address: int) -> None:

@@ -364,8 +364,16 @@ class Sender:
         self._put_back(parcel.file)
 
     def close(self) -> None:
-        """End the connection."""
+        """End the connection, and let go of all buffers: memory that is unmapped while it is registered with CUDA makes
+        later registrations at its address fail."""
         self._caller.close()
+        with self._lock:
+            held = list(self._tensors.values())
+            self._tensors.clear()
+            self._free.clear()
+        for buffer in held:
+            if self._unpin is not None:
+                self._unpin(buffer.data_ptr())
 
     def _read(self) -> None:
         try:
@@ -376,6 +384,8 @@ class Sender:
 
     def _put_back(self, number: int) -> None:
         with self._lock:
+            if number not in self._tensors:
+                return  # closed in the meantime
             size = self._tensors[number].numel()
             if sum(s * len(n) for s, n in self._free.items()) + size <= self.KEEP:
                 self._free.setdefault(size, []).append(number)
