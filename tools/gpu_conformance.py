@@ -50,8 +50,10 @@ MAX_MODEL_LEN = 1024
 #: DeepSeek's own, which the MLA kernels are built for.
 MLA_HEADS = {
     "hidden_size": 256, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 128, "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_group": 1, "topk_group": 1,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
+#: As in Kimi-K2: vLLM then routes tokens by other code than with groups of experts, as DeepSeek-V3 has them.
+NO_GROUPS = {"n_group": 1, "topk_group": 1}
 
 
 def tiny(kind: str, **changes: Any) -> Callable[[Path], None]:
@@ -107,9 +109,9 @@ MODELS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "llama": (tiny("llama"), ("bfloat16", "float32")),
     "mistral": (tiny("mistral"), ("bfloat16",)),
     "qwen3-moe": (tiny("qwen3_moe"), ("float32", "bfloat16")),
-    "deepseek-v3-mla": (tiny("deepseek_v3", **MLA_HEADS), ("bfloat16",)),
+    "deepseek-v3-mla": (tiny("deepseek_v3", **MLA_HEADS, **NO_GROUPS), ("bfloat16",)),
     "deepseek-v3-flashmla": (tiny("deepseek_v3", **MLA_HEADS), ("bfloat16",)),
-    "kimi-k2.5-mla": (tiny("kimi_k25", **MLA_HEADS), ("bfloat16",)),
+    "kimi-k2.5-mla": (tiny("kimi_k25", **MLA_HEADS, **NO_GROUPS), ("bfloat16",)),
     "kimi-k2.5-int4": (kimi_int4(), ("bfloat16",)),
     "kimi-k2.5-int4-text": (kimi_int4(wrapper=False), ()),
     "kimi-k2.5-layers": (shape("kimi-k2.5-layers"), ()),
