@@ -2,14 +2,14 @@
 
 What breaks: the client in speculators 0.5 to 0.9 gets the path of a file from `vllm serve` and reads it.
 
-- 0.5 knows nothing of the lock file with which vLLM from 0.20 on says that it is still writing: it reads files that are
+- 0.5 knows nothing of the lock file with which vLLM from 0.22 on says that it is still writing: it reads files that are
   not there yet, or half there, and leaves the lock files behind. It gives up after 15 seconds, which long prompts, and
   requests that queue behind others, take; and a server without the connector ends in ``'NoneType' object has no attribute
   'get'``, after three more tries.
 - 0.6 and 0.7 open the lock file for reading and ask for an exclusive lock, which network file systems refuse
   (``Bad file descriptor``), and return None as the path where the server says none.
 - 0.6 to 0.9 wait 10 seconds for a lock, whatever the size of the states.
-- None of them looks whether a file is whole where there is no lock: vLLM 0.17 to 0.19 write none, and a file system that
+- None of them looks whether a file is whole where there is no lock: vLLM 0.17 to 0.20 write none, and a file system that
   another host writes to may show a file before its end.
 
 Since: speculators 0.5.0. How it is mended: each request waits, as long as it may take (120 seconds unless told

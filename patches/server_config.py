@@ -3,10 +3,10 @@
 What breaks: for the method `extract_hidden_states` vLLM copies the target's config into ``ExtractHiddenStatesConfig``, by
 way of a dict. The text part of a vision-language model is a plain dict afterwards, and the server ends before it loads
 anything: ``The text_config extracted from the model config does not have `num_attention_heads` attribute``.
-Since: vLLM 0.17 (mended by vLLM in 0.24 at the latest). How it is mended: the new config is given the target's own text
+Since: vLLM 0.17, mended by vLLM in 0.20. How it is mended: the new config is given the target's own text
 config object, under the name that the target has it.
 Upstream: vllm/transformers_utils/configs/extract_hidden_states.py.
-Retire when: vLLM 0.23 is no longer supported.
+Retire when: vLLM 0.19 is no longer supported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ServerConfig(Adapter):
     since = "vLLM 0.17"
     how = "puts the target's own text config object in the place of the dict"
     upstream = "vllm/transformers_utils/configs/extract_hidden_states.py"
-    retire_when = "vLLM 0.23 is no longer supported"
+    retire_when = "vLLM 0.19 is no longer supported"
     trigger = CONFIG
 
     def probe(self, surface: Surface) -> Probe:
