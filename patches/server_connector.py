@@ -3,7 +3,7 @@
 What breaks: ``ExampleHiddenStatesConnector`` copies a finished request's states to the host on a CUDA stream of its own,
 into pinned memory. On a host without CUDA the first finished request ends the engine: ``RuntimeError: Found no NVIDIA
 driver on your system``.
-Since: vLLM 0.22 or 0.21 (0.17 to 0.20 write from the forward pass and need no stream). How it is mended: where vLLM's platform is
+Since: vLLM 0.22 or 0.21 (0.17 to 0.20 write from the forward pass). How it is mended: where vLLM's platform is
 the CPU, streams and events in the connector's module are stand-ins that are always done, which is true there: the copy is
 made when it is asked for. Pinned memory becomes plain memory. With CUDA nothing is changed.
 Upstream: vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py.
