@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 import time
 import types
@@ -194,6 +195,29 @@ def test_what_a_shard_s_process_leaves_is_ended(driver: Any, tmp_path: Path) -> 
     while started(int(outcome.said)) and time.monotonic() < end:
         time.sleep(0.01)
     assert not started(int(outcome.said))
+
+
+@pytest.mark.wide
+@pytest.mark.real
+def test_a_real_cluster_parts_of_which_are_killed() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "ray_test.py"), "--no-evidence"], capture_output=True, text=True, timeout=1800
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_evidence_of_the_real_cluster() -> None:
+    runs = json.loads((ROOT / "evidence" / "ray.json").read_text())["runs"]
+    assert len(runs) >= 1
+    for run in runs.values():
+        assert {one["what"] for one in run["killed"]} == {"extraction process", "Ray worker", "engine process", "machine"}
+        assert run["restarted"] >= len(run["killed"])
+        assert (run["samples"], run["twice"]) == (run["prompts"], 0)
+        compared = run["against_the_run_without_ray"]
+        assert compared["compared"] == run["prompts"]
+        assert compared["wrong"] == compared["checksum_faults"] == []
+        assert compared["same_names"]
+        assert compared["largest_error"] <= 1e-5
 
 
 # --- a model that spans machines ---
