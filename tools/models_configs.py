@@ -202,6 +202,8 @@ class Plan:
         renames: texts to replace in the twin's names.
         tokens: special tokens that the model asks its tokenizer for.
         files: other files of the checkpoint, by name; their content is JSON.
+        env: environment variables of vLLM's.
+        differs: why vLLM computes something else than transformers, where that is known.
         lengths: of the prompts, where this vLLM cannot run the usual ones on a CPU.
         aids: what stands in for parts that the CPU build lacks, see ``models_cell.AIDS``.
         code: whether the config class must come as code beside the config.
@@ -217,6 +219,8 @@ class Plan:
     renames: list[list[str]] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
     files: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    differs: str = ""
     lengths: list[int] = field(default_factory=list)
     aids: list[str] = field(default_factory=list)
     code: bool = False
@@ -242,10 +246,14 @@ def plan(architecture: str) -> Plan:
         NoPlan: there is no config class and no entry in ``models_special.json``.
     """
     special = SPECIAL.get(architecture, {})
+    if _vllm() < 20:  # with transformers 4
+        special = {**special, **special.get("old", {})}
     made = _plan(architecture, special)
     made.renames = special.get("renames", made.renames)
     made.tokens = special.get("tokens", made.tokens)
     made.files = special.get("files", made.files)
+    made.env = special.get("env", made.env)
+    made.differs = special.get("differs", made.differs)
     made.lengths = special.get("lengths", made.lengths)
     made.aids = special.get("aids", made.aids)
     for name in special.get("drop", ()):
@@ -272,6 +280,8 @@ def _plan(architecture: str, special: dict[str, Any]) -> Plan:
     if "skip" in special:
         raise NoPlan(special["skip"])
     model_type = special.get("model_type") or _model_type(architecture)
+    if model_type is None and "otherwise" in special:
+        return _plan(architecture, special["otherwise"])
     if "wraps" in special:
         inner = plan(special["wraps"])
         text = {**inner.config, **special.get("text", {})}
@@ -280,8 +290,8 @@ def _plan(architecture: str, special: dict[str, Any]) -> Plan:
         config["torch_dtype"] = "float32"
         return Plan(
             config,
-            twin=special.get("twin", inner.transformers),
-            reference=text,
+            twin=special.get("twin", inner.transformers or inner.twin),
+            reference=_merged({**text, **inner.reference}, special.get("reference", {})),
             prefix=special.get("prefix", "language_model."),
             code=not special.get("known"),
             args={**inner.args, **special.get("args", {})},
@@ -291,7 +301,7 @@ def _plan(architecture: str, special: dict[str, Any]) -> Plan:
         config = {**GENERIC, **special["generic"], "model_type": special.get("model_type", "generic")}
         made = Plan(config, code=True, note="sizes that vLLM reads")
     elif model_type is not None:
-        kind = _config_class(model_type)
+        kind = _config_class(model_type, upstream=special.get("upstream", False))
         known = _parameters(kind)
         put = {**{k: v for k, v in special.get("generic", {}).items() if k in known}, **special.get("set", {})}
         made = Plan(shrunk(kind, put), note=f"config class of {model_type}")
@@ -307,9 +317,25 @@ def _plan(architecture: str, special: dict[str, Any]) -> Plan:
     if "twin" in special:
         made.transformers, made.twin = "", special["twin"]
         text = made.config.get(special.get("as", "text_config"), {})
-        made.reference = {**(text or made.config), **special.get("reference", {})}
-    elif "reference" in special:
-        made.reference = {**made.config, **special["reference"]}
+        made.reference = _merged(text or made.config, special.get("reference", {}))
+    elif special.get("reference"):
+        made.reference = _merged(made.config, special["reference"])
+    return made
+
+
+def _vllm() -> int:
+    """The minor version of this vLLM."""
+    import vllm
+
+    return int(vllm.__version__.split(".")[1])
+
+
+def _merged(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """A config with changes; a dotted name reaches into a sub-config."""
+    made = dict(config)
+    for name, value in changes.items():
+        outer, _, inner = name.partition(".")
+        made[outer] = _merged(made[outer], {inner: value}) if inner else value
     return made
 
 
@@ -335,12 +361,13 @@ def _transformers_class(architecture: str) -> str:
     return architecture if hasattr(transformers, architecture) else ""
 
 
-def _config_class(model_type: str) -> Any:
+def _config_class(model_type: str, upstream: bool = False) -> Any:
+    """vLLM's config class where it has one, unless transformers' is asked for."""
     from transformers import CONFIG_MAPPING
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
     with_code = _CONFIG_REGISTRY
-    if model_type in with_code:
+    if model_type in with_code and not upstream:
         return with_code[model_type]
     return CONFIG_MAPPING[model_type]
 
@@ -405,6 +432,11 @@ def _sub_config(kind: Any, put: dict[str, Any], tower: bool) -> dict[str, Any] |
         made, model_type = shrunk(kind, put, tower), getattr(kind, "model_type", "")
     common = set(PretrainedConfig().to_dict()) - _parameters(kind)  # some classes refuse them
     made = {k: v for k, v in made.items() if k not in common}
+    if not tower and _vllm() < 20:  # transformers 5 finds it by the type
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            made.setdefault("architectures", [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]])
     return {**made, "model_type": model_type} if model_type else made
 
 
@@ -425,7 +457,9 @@ def _fitted(config: dict[str, Any], tower: bool) -> dict[str, Any]:
             kinds = list(dict.fromkeys(value))
             config[name] = (kinds + value[len(kinds) :] + kinds * layers)[:layers]
         if name in ("rope_scaling", "rope_parameters") and isinstance(value, dict) and "mrope_section" in value:
-            config[name] = {**value, "mrope_section": [4, 6, 6]}  # half a head of 32
+            half = int(16 * value.get("partial_rotary_factor", 1.0))  # of a head of 32
+            if sum(value["mrope_section"]) != half:
+                config[name] = {**value, "mrope_section": [half // 4, half * 3 // 8, half * 3 // 8]}
         if name.endswith("_token_id") and isinstance(value, int) and value >= VOCABULARY and not tower:
             config[name] = 9
     return config

@@ -2,7 +2,7 @@
 
     python tools/models_sweep.py                                  # what evidence/models.json does not have yet
     python tools/models_sweep.py --vllm 0.32.0 --arch JambaForCausalLM --again
-    python tools/models_sweep.py --summary                        # the figures and docs/models.md, nothing is run
+    python tools/models_sweep.py --summary                        # the figures and the documents, nothing is run
 
 ``tools/models_cell.py`` says what is checked. Results are kept after every architecture, so an interrupted sweep goes
 on where it stopped; one that hangs or takes its process down costs that one only.
@@ -22,6 +22,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -60,7 +61,7 @@ NAMED = {
     "Phi-3": ["Phi3ForCausalLM"],
     "OLMo 2": ["Olmo2ForCausalLM"],
     "InternLM": ["InternLM2ForCausalLM", "InternLM3ForCausalLM"],
-    "Step": ["Step3TextForCausalLM", "Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"],
+    "Step": ["Step3TextForCausalLM", "Step3p5ForCausalLM", "StepVLForConditionalGeneration"],
     "Hunyuan": ["HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "HYV3ForCausalLM"],
 }
 #: Not what an EAGLE-3 head is trained for; they have no decoder-only text model.
@@ -129,6 +130,11 @@ def load() -> dict[str, Any]:
 
 def save(evidence: dict[str, Any]) -> None:
     """Write the evidence, one architecture a line."""
+    for block in evidence.values():
+        for found in block["architectures"].values():
+            for name in ("reason", "no_transformers", "without_tower"):
+                if name in found:  # paths of this machine are nobody's business
+                    found[name] = re.sub(r"(?<![\w:/])/[^\s'\"]*/", "", found[name])
     blocks = []
     for version, block in evidence.items():
         head = json.dumps({k: v for k, v in block.items() if k != "architectures"}, indent=1)[:-2]
@@ -229,11 +235,32 @@ def _brief(reason: str) -> str:
     return reason[:200].replace("|", "/").replace("<", "(").replace(">", ")")
 
 
-def write_document() -> None:
-    """Put :func:`document` into ``docs/models.md``."""
+#: Begins the line of ``README.md`` that :func:`line` makes.
+LINE = "- Models: "
+
+
+def line() -> str:
+    """How many architectures work, in one line."""
+    parts = []
+    for version, block in load().items():
+        n = coverage(block)
+        parts.append(
+            f"of the {n['loadable']} decoder architectures that vLLM {version} runs on a CPU here, {n['extracted']} are "
+            f"extracted, {n['agree_with_transformers']} of them with random weights that transformers made and equal to "
+            f"its states"
+        )
+    return "; ".join(parts) + " ([docs/models.md](docs/models.md))"
+
+
+def write_documents() -> None:
+    """Put :func:`document` into ``docs/models.md`` and :func:`line` into ``README.md``."""
     path = ROOT / "docs" / "models.md"
-    head, _, rest = path.read_text().partition(BEGIN)
-    path.write_text(f"{head}{BEGIN}\n{document()}\n{END}{rest.partition(END)[2]}")
+    head, begin, rest = path.read_text().partition(BEGIN)
+    if begin:
+        path.write_text(f"{head}{BEGIN}\n{document()}\n{END}{rest.partition(END)[2]}")
+    readme = ROOT / "README.md"
+    lines = [f"{LINE}{line()}" if text.startswith(LINE) else text for text in readme.read_text().split("\n")]
+    readme.write_text("\n".join(lines))
 
 
 def sweep(version: str, python: Path, wanted: list[str], again: list[str] | None, limit: float) -> None:
@@ -284,13 +311,14 @@ def main() -> None:
     parser.add_argument("--again", nargs="*", metavar="STATUS", help="also those that have such a result, or any")
     parser.add_argument("--limit", type=float, default=300, help="seconds for one architecture")
     parser.add_argument("--python", nargs="+", default=[], metavar="VERSION=PATH", help="environments that exist")
-    parser.add_argument("--summary", action="store_true", help="print the figures, write docs/models.md, run nothing")
+    parser.add_argument("--summary", action="store_true", help="print the figures, write the documents, run nothing")
     options = parser.parse_args()
     if not options.summary:
         for version in options.vllm:
             python = interpreter(version, dict(pair.split("=", 1) for pair in options.python))
             sweep(version, python, options.arch, options.again, options.limit)
-    write_document()
+    save(load())
+    write_documents()
     for version, block in load().items():
         print(version, json.dumps(coverage(block)))
 
