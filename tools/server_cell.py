@@ -23,6 +23,7 @@ import argparse
 import asyncio
 import contextlib
 import importlib
+import inspect
 import io
 import itertools
 import json
@@ -246,7 +247,7 @@ def ask(planned: Any, prompts: list[list[int]], args: argparse.Namespace) -> lis
 
     async def run() -> list[Any]:
         client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{planned.port}/v1", api_key="EMPTY", max_retries=0)
-        old = "token_ids" in client_module.generate_hidden_states_async.__wrapped__.__code__.co_varnames[:4]
+        old = "token_ids" in inspect.signature(client_module.generate_hidden_states_async).parameters
         calls = [
             client_module.generate_hidden_states_async(
                 client, planned.model, prompt if old else {"input_ids": prompt}, **retries

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import errno
 import fcntl
+import inspect
 import json
 import os
 import sys
@@ -159,10 +160,7 @@ def ask(url: str, model: str) -> str:
     from safetensors.torch import load_file
 
     client = openai.OpenAI(base_url=url, api_key="EMPTY", max_retries=0)
-    plain = getattr(client_module.generate_hidden_states, "__wrapped__", None)
-    while hasattr(plain, "__wrapped__"):
-        plain = plain.__wrapped__
-    names = plain.__code__.co_varnames[: plain.__code__.co_argcount]
+    names = inspect.signature(client_module.generate_hidden_states).parameters
     item: Any = PROMPT if "token_ids" in names else {"input_ids": PROMPT}
     began = time.monotonic()
     try:
