@@ -220,6 +220,12 @@ def test_evidence_of_the_real_cluster() -> None:
         assert compared["largest_error"] <= 1e-5
 
 
+def test_evidence_of_vllm_s_ray_executor() -> None:
+    for run in json.loads((ROOT / "evidence" / "ray.json").read_text())["vllm_ray_executor"].values():
+        assert (run["backend"], run["proved"]) == ("ray", run["prompts"])
+        assert run["largest_error_against_transformers"] <= 1e-5
+
+
 # --- a model that spans machines ---
 
 

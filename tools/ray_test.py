@@ -4,11 +4,15 @@
 
     python tools/ray_test.py                      # vLLM 0.16.0 with speculators 0.4.0.1
     python tools/ray_test.py --vllm 0.32.0
+    python tools/ray_test.py --vllm 0.32.0 --executor    # vLLM's own Ray executor instead
 
 Real vLLM on the CPU, a tiny model with weights, a cluster of a head and two machines (raylets). While shards are being
 written these are killed with SIGKILL: the extraction's process, vLLM's engine process where there is one, the Ray worker
 above it, and at last a whole machine. The result must have every sample once, with the states that one run without Ray
 extracts and that transformers computes. What was found goes into evidence/ray.json.
+
+--executor: the generator with ``distributed_executor_backend="ray"`` and tensor parallel 2. vLLM's CPU platform has no Ray
+device, so it is told that its device is called GPU, of which the cluster claims to have two; the workers run on the CPU.
 """
 
 from __future__ import annotations
@@ -78,6 +82,72 @@ for name in names:
 faults = verify.wrong_checksums(one, verify.sample_paths(one, "pt"))
 print(json.dumps({"compared": len(names), "bit_equal": equal, "wrong": wrong, "largest_error": worst,
                   "checksum_faults": faults, "same_names": names == [p.name for p in verify.sample_paths(other, "pt")]}))
+"""
+
+
+# Found by Python in every process: lets vLLM's CPU platform use what Ray takes for GPUs.
+SHIM = """
+import importlib.abc, importlib.util, sys
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "vllm.platforms.cpu":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+
+        def exec_module(module):
+            run(module)
+            module.CpuPlatform.ray_device_key = "GPU"
+            module.CpuPlatform.ray_noset_device_env_vars = ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
+            module.CpuPlatform.device_control_id_to_physical_device_id = classmethod(lambda cls, id: int(id))
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+
+EXECUTOR = """
+import speculators_compat
+import json, os, sys
+import torch
+
+if __name__ == "__main__":
+    sys.path.insert(0, {examples!r})
+    import ray
+    import tiny_models
+    model = {model!r}
+    tiny_models.build_llama(model)
+    ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=False)
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # for vLLM's engine process
+    speculators_compat.configure(vllm_args={{"dtype": "float32", "compilation_config": {{"custom_ops": ["none"]}},
+                                            "distributed_executor_backend": "ray"}})
+    from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator
+    layers = {layers!r}
+    generator = VllmHiddenStatesGenerator(model, layer_ids=list(layers), max_model_len=256, gpu_memory_utilization=0.3,
+                                          tensor_parallel_size=2)
+    backend = generator.vllm_config.parallel_config.distributed_executor_backend
+    prompts = [[(7 * i + j) % 300 + 3 for j in range(20 + 5 * i)] for i in range(12)]
+    results = generator.generate(prompts)
+    proved = generator.session.alignment.proved
+    generator.shutdown()
+    reference, worst = tiny_models.load_reference(model), 0.0
+    for prompt, result in zip(prompts, results, strict=True):
+        kept = []
+        def keep(module, args, output):
+            state = output[0] if isinstance(output, tuple) else output
+            kept.append(state.reshape(len(prompt), -1).float())
+        hooks = [layer.register_forward_hook(keep) for layer in reference.model.layers]
+        with torch.inference_mode():
+            reference(input_ids=torch.tensor([prompt]))
+        for hook in hooks:
+            hook.remove()
+        for k, state in zip(layers, result["hidden_states"], strict=True):
+            worst = max(worst, float((state.float() - kept[k]).norm() / kept[k].norm()))
+    print(json.dumps({{"backend": str(backend), "tensor_parallel": 2, "prompts": len(results), "proved": proved,
+                      "largest_error_against_transformers": worst}}))
 """
 
 
@@ -289,16 +359,46 @@ def run(vllm: str, work: Path) -> dict[str, Any]:
     return found
 
 
+def run_executor(vllm: str, work: Path) -> dict[str, Any]:
+    """Extract through vLLM's Ray executor and compare with transformers.
+
+    Raises:
+        Failed: with the output, or what was found.
+    """
+    python, environment = python_and_environment(vllm)
+    (work / "shim").mkdir(exist_ok=True)
+    del environment["CUDA_VISIBLE_DEVICES"]  # Ray would believe it
+    (work / "shim" / "sitecustomize.py").write_text(SHIM)
+    environment["PYTHONPATH"] = f"{work / 'shim'}{os.pathsep}{environment['PYTHONPATH']}"
+    script = work / "executor.py"
+    script.write_text(EXECUTOR.format(examples=str(EXAMPLES), model=str(work / "model"), layers=LAYERS))
+    done = subprocess.run(
+        [str(python), str(script)], env=environment, capture_output=True, text=True, timeout=600, cwd=work
+    )
+    (work / "executor.log").write_text(done.stdout + done.stderr)
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"backend"')]
+    if not lines:
+        raise Failed((done.stdout + done.stderr)[-3000:])
+    found: dict[str, Any] = json.loads(lines[-1])
+    if found["backend"] != "ray" or found["proved"] != found["prompts"]:
+        raise Failed(json.dumps(found))
+    if not found["largest_error_against_transformers"] <= TOLERANCE:
+        raise Failed(json.dumps(found))
+    about = {"vllm": vllm, "speculators": SPECULATORS, "date": datetime.date.today().isoformat()}
+    return {**about, "host": "a CPU; its platform told that its Ray device is GPU, of which Ray claims two", **found}
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--vllm", default="0.16.0")
+    parser.add_argument("--executor", action="store_true", help="vLLM's own Ray executor instead of shards")
     parser.add_argument("--keep", type=Path, help="keep the folders of the runs here")
     parser.add_argument("--no-evidence", action="store_true", help="don't write evidence/ray.json")
     args = parser.parse_args(argv)
     work = args.keep or Path(tempfile.mkdtemp(prefix="ray-test-"))
     work.mkdir(parents=True, exist_ok=True)
     try:
-        found = run(args.vllm, work.resolve())
+        found = (run_executor if args.executor else run)(args.vllm, work.resolve())
     except Failed as error:
         print(error, file=sys.stderr)
         return 1
@@ -308,8 +408,8 @@ def main(argv: list[str] | None = None) -> int:
     print(json.dumps(found, indent=1))
     if not args.no_evidence:
         old = json.loads(EVIDENCE.read_text()) if EVIDENCE.is_file() else {"how": "python tools/ray_test.py", "runs": {}}
-        old["runs"][args.vllm] = found
-        old["runs"] = dict(sorted(old["runs"].items()))
+        part = old.setdefault("vllm_ray_executor" if args.executor else "runs", {})
+        part[args.vllm] = found
         EVIDENCE.write_text(json.dumps(old, indent=1) + "\n")
     return 0
 

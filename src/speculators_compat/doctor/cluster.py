@@ -58,8 +58,8 @@ def several_machines(context: Context) -> Outcome:
         return failed(
             f"{ARGUMENT}=ray with the build for CPUs",
             expected="a build for GPUs",
-            why="vLLM's CPU platform does not know Ray: releases up to 0.16 use processes of this machine instead, "
-            "later ones refuse",
+            why="vLLM's CPU platform has no device that Ray knows: 0.16 uses processes of this machine instead, "
+            "0.32 refuses",
             mend=f"leave {ARGUMENT} out",
         )
     if importlib.util.find_spec("ray") is None:
