@@ -217,6 +217,11 @@ def document() -> str:
             lines.append(f"| {family} | {name} | {found.get('path', '-')} | {native} | {error} |")
             family = ""
     for version, block in evidence.items():
+        differs = [(name, found) for name, found in sorted(block["architectures"].items()) if found["status"] == "differs"]
+        if differs:
+            lines += ["", f"Extracted on vLLM {version}, while what the engine computes differs from transformers:", ""]
+            lines += [f"- {name}: {_brief(found['reason'])}" for name, found in differs]
+    for version, block in evidence.items():
         lines += ["", f"Not extracted on vLLM {version}, each with its reason:", ""]
         reasons: dict[tuple[str, str], list[str]] = {}
         for name, found in sorted(block["architectures"].items()):
@@ -232,7 +237,7 @@ def _brief(reason: str) -> str:
     if reason.startswith("[SC"):
         head, _, rest = reason.partition(" found: ")
         return f"{head}: {rest.partition(' expected: ')[0]}"[:200]
-    return reason[:200].replace("|", "/").replace("<", "(").replace(">", ")")
+    return " ".join(reason.split())[:200].replace("|", "/").replace("<", "(").replace(">", ")")
 
 
 #: Begins the line of ``README.md`` that :func:`line` makes.
