@@ -166,7 +166,7 @@ def environment(scratch: Path, args: argparse.Namespace) -> dict[str, str]:
     from importlib.metadata import entry_points
 
     env = {k: v for k, v in os.environ.items() if not k.startswith("SPECULATORS_COMPAT")}
-    path = [str(ROOT / "src"), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    path = [str(ROOT / "src"), str(TOOLS), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     if not [e for e in entry_points(group="vllm.general_plugins") if e.name == "speculators_compat"]:
         info = scratch / "site" / "speculators_compat-0.dist-info"
         info.mkdir(parents=True, exist_ok=True)
@@ -275,36 +275,11 @@ def ask(planned: Any, prompts: list[list[int]], args: argparse.Namespace) -> lis
 # --------------------------------------------------------------------------- offline, with hooks
 
 
-def watch(model: Any) -> int:
-    """In the worker: record (boundary, positions, state) of every decoder layer call."""
-    record: list[Any] = []
-    found = [(m, int(r.group(1))) for n, m in model.named_modules() if (r := re.search(r"(?:^|\.)layers\.(\d+)$", n))]
-    for module, layer in found:
-
-        def leave(module: Any, args: Any, kwargs: Any, output: Any, layer: int = layer) -> None:
-            positions = kwargs["positions"] if "positions" in kwargs else args[0]
-            both = isinstance(output, tuple) and len(output) > 1 and output[1] is not None
-            first = output[0] if isinstance(output, tuple) else output
-            state = output[0] + output[1] if both else first.clone()
-            record.append((layer + 1, positions.clone().cpu(), state.cpu()))
-
-        module.register_forward_hook(leave, with_kwargs=True)
-    model._watched = record
-    return len(found)
-
-
-def watched(model: Any) -> bytes:
-    import torch
-
-    out = io.BytesIO()
-    torch.save(model._watched, out)
-    return out.getvalue()
-
-
 def offline(planned: Any, prompts: list[list[int]], args: argparse.Namespace) -> tuple[list[Any], list[Any], Any]:
     """vLLM's LLM with the method: states from its files, states from the hooks by prompt, and facts."""
     import torch
     from safetensors.torch import load_file
+    from server_hooks import watch, watched
     from vllm import LLM, SamplingParams
 
     arguments: dict[str, Any] = {
@@ -323,20 +298,23 @@ def offline(planned: Any, prompts: list[list[int]], args: argparse.Namespace) ->
     if not args.cpu:
         arguments["gpu_memory_utilization"] = planned.gpu_memory_utilization
     llm = LLM(**arguments)
-    facts: dict[str, Any] = {"hooked_layers": llm.apply_model(watch)[0]}
-    requests = [{"prompt_token_ids": p} for p in prompts]
-    outputs = llm.generate(requests, SamplingParams(max_tokens=1, temperature=0))  # type: ignore[arg-type]
-    from speculators_compat.statefile import wait_until_whole
+    try:
+        facts: dict[str, Any] = {"hooked_layers": llm.apply_model(watch)[0]}
+        requests = [{"prompt_token_ids": p} for p in prompts]
+        outputs = llm.generate(requests, SamplingParams(max_tokens=1, temperature=0))  # type: ignore[arg-type]
+        from speculators_compat.statefile import wait_until_whole
 
-    states = []
-    for prompt, output in zip(prompts, outputs, strict=True):
-        path = Path(output.kv_transfer_params["hidden_states_path"])  # type: ignore[index]
-        wait_until_whole(path, seconds=30)
-        data = load_file(path)
-        if data["token_ids"].tolist() != prompt:
-            raise RuntimeError("token ids of another prompt")
-        states.append(data["hidden_states"])
-    record = torch.load(io.BytesIO(llm.apply_model(watched)[0]), weights_only=True)
+        states = []
+        for prompt, output in zip(prompts, outputs, strict=True):
+            path = Path(output.kv_transfer_params["hidden_states_path"])  # type: ignore[index]
+            wait_until_whole(path, seconds=30)
+            data = load_file(path)
+            if data["token_ids"].tolist() != prompt:
+                raise RuntimeError("token ids of another prompt")
+            states.append(data["hidden_states"])
+        record = torch.load(io.BytesIO(llm.apply_model(watched)[0]), weights_only=True)
+    finally:
+        llm.llm_engine.engine_core.shutdown()  # or Python waits for it at its end
     parts: dict[tuple[int, int], Any] = {}
     for boundary, positions, state in record:
         starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
@@ -459,7 +437,8 @@ def own(arguments: list[str], env: dict[str, str] | None = None) -> None:
     """This file again, in a process of its own: a process that vLLM forks must not have used torch's threads."""
     done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, env=env)
     if done.returncode:
-        raise RuntimeError(f"{arguments[0]}: {' '.join(done.stderr.split())[-300:]}")
+        said = " ".join(done.stderr.split())
+        raise RuntimeError(f"{arguments[0]}: {said[max(0, said.rfind('Error: ')) :][:300]}")
 
 
 def make_config(folder: Path) -> None:
