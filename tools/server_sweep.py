@@ -183,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
                     store({**row, "vllm": vllm, "model": model}, "configs", ("vllm", "model", "mended"))
                     print(vllm, model, mended, row.get("outcome"), row.get("failure", ""), flush=True)
         return 0
-    there = {key(r, KEYS[:6]) for r in load()["rows"] if r.get("as_expected") and r["host"] == "cpu"}
+    there = {key(r, KEYS[:6]) for r in load()["rows"] if r.get("as_expected") and r.get("host") == "cpu"}
     for cell in CELLS:
         chosen = (not args.vllm or cell["vllm"] in args.vllm) and (not args.model or cell["model"] in args.model)
         if not chosen or (args.way and cell["way"] != args.way) or (key(cell, KEYS[:6]) in there and not args.again):
