@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -73,7 +74,7 @@ def install(context: Context, adapter: str, constructor: Callable[..., None] | N
                 raise
 
     context.journal.wrap(owner, "__init__", init, adapter=adapter)
-    for name, function in (("generate", generate), ("shutdown", shutdown), ("__del__", shutdown)):
+    for name, function in (("generate", generate), ("shutdown", shutdown), ("__del__", collected)):
         context.journal.replace(owner, name, function, adapter=adapter)
 
 
@@ -183,3 +184,10 @@ def shutdown(self: Any) -> None:
         end_workers(self)
         if session is not None:
             session.close()
+
+
+def collected(self: Any, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+    """The same when nobody holds the generator any more; at the interpreter's end vLLM has ended its processes itself, and
+    the names used here may be gone."""
+    if not finalizing():
+        shutdown(self)
