@@ -1,9 +1,9 @@
 """EAGLE-3 protocol: auxiliary hidden states of models whose class does not declare ``SupportsEagle3``.
 
 What breaks: vLLM's model runners refuse such a model after the load ("Model does not support EAGLE3
-interface"), and vLLM up to 0.16 refuses the method itself for model types that are not on a list in its
+interface"), and vLLM up to 0.19 refuses the method itself for model types that are not on a list in its
 source.
-Since: every vLLM; the list went in 0.17. How it is mended: where a runner asks ``supports_eagle3(model)``
+Since: every vLLM; the list went in 0.20. How it is mended: where a runner asks ``supports_eagle3(model)``
 and the class says no, the model object is given what the protocol asks for. Its forward pass stays: hooks
 on the decoder layers keep what leaves them, and a hook on the model returns it beside the hidden states, as
 native models do. A model whose decoder layers cannot be found, a boundary that does not exist, and pipeline
@@ -294,10 +294,10 @@ class Eagle3AllowList(Adapter):
     id = "eagle3_allow_list"
     seam = "the list of model types for which vLLM's config admits the method eagle3"
     why = "the method is refused for model types that are not listed, whatever their class can do"
-    since = "vLLM before 0.17"
+    since = "vLLM before 0.20"
     how = "empties the list, so that the runner's question whether the model supports EAGLE-3 decides"
     upstream = "vllm/config/speculative.py: eagle3_target_supported"
-    retire_when = "vLLM 0.16 is no longer supported"
+    retire_when = "vLLM 0.19 is no longer supported"
     trigger = SPECULATIVE
     required = False
     #: Two entries that every such list has had.

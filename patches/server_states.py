@@ -1,10 +1,9 @@
 """Server's states: as many as were asked for, from models that declare ``SupportsEagle3`` and return fewer.
 
 What breaks: `extract_hidden_states` asks the model for states at boundaries, and speculators' trainer needs the last one,
-the state before the final norm. Some models that declare the interface never return it (``DeepseekV2Model`` and the
-wrappers around it look at boundaries before each layer only), or nothing at all (``KimiK25ForConditionalGeneration`` in
-vLLM 0.20 keeps the boundaries where its text model does not look). The engine ends in its first forward pass: ``The
-expanded size of the tensor (3) must match the existing size (2)``, ``too many values to unpack (expected 2)``.
+the state before the final norm. Some models that declare the interface never return it: ``DeepseekV2Model``, and the
+wrappers around it, look at boundaries before each layer only. The engine ends in its first forward pass: ``The expanded
+size of the tensor (3) must match the existing size (2)``.
 Since: vLLM 0.18; which model is right differs from release to release. How it is mended: hooks on the decoder layers watch
 the first forward pass. A model that returns as many states as it was asked for keeps its own, and the hooks go; otherwise
 the states are those that the hooks saw, as for models without the interface. Only in eager mode: a compiled model runs no

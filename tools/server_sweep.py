@@ -54,11 +54,11 @@ def _cell(
 
 
 #: Every release: over HTTP with the newest and the oldest client, and bit by bit with own hooks, with and without the
-#: interface. Unmended ones show what is mended. CPU builds from 0.20 on know speculative methods.
+#: interface. Unmended ones show what is mended. CPU builds from 0.22 on can run the method.
 CELLS: list[dict[str, Any]] = [
     *(
         _cell(v, m, w, speculators=s)
-        for v in ("0.20.0", "0.24.0", "0.28.0", "0.32.0")
+        for v in ("0.24.0", "0.28.0", "0.32.0")
         for m, w, s in (
             ("llama", "serve", "0.9.0"),
             ("llama", "serve", "0.5.0"),
@@ -70,7 +70,6 @@ CELLS: list[dict[str, Any]] = [
     _cell("0.32.0", "nemotron", "serve"),
     _cell("0.32.0", "kimi_k25", "offline"),
     _cell("0.24.0", "kimi_k25", "offline"),
-    _cell("0.20.0", "kimi_k25", "offline"),
     _cell("0.32.0", "llama", "serve", mended=False),
     _cell("0.24.0", "llama", "serve", mended=False),
     _cell("0.32.0", "nemotron", "offline", mended=False),
