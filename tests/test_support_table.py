@@ -162,9 +162,10 @@ def test_table(tree: Tree) -> None:
         "| 0.17.0 to 0.18.1 | **verified**, 2026-12-01, error 1.0e-06, engine "
         "| structural only, 2026-12-01, engine | not supported |\n"
         "\n"
+        "<details>\n<summary>Notes on single releases</summary>\n\n"
         "- every vLLM: KimiForCausalLM is not in these releases\n"
         "- every vLLM: speculators 0.5+: it was removed; mend: install 0.4\n"
-        "- vLLM 0.17.0 to 0.18.1: not run: there is no wheel\n"
+        "- vLLM 0.17.0 to 0.18.1: not run: there is no wheel\n\n</details>\n"
         f"{tool.END}\nafter\n"
     )
 

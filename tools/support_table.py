@@ -201,9 +201,13 @@ def markdown(matrix: Matrix, proofs: support.Proofs) -> str:
         cells = [_cell(support.merge([line.entries[n] for n in group])) for group in groups]
         lines.append(f"| {support.spans(line.releases, known)} | " + " | ".join(cells) + " |")
     lines.append("")
-    for text, releases in support.notes(matrix, proofs).items():
-        where = "every vLLM" if len(releases) == len(known) else f"vLLM {support.spans(releases, known)}"
-        lines.append(f"- {where}: {text}")
+    notes = support.notes(matrix, proofs)
+    if notes:  # long, and of use to whoever has that release
+        lines += ["<details>", "<summary>Notes on single releases</summary>", ""]
+        for text, releases in notes.items():
+            where = "every vLLM" if len(releases) == len(known) else f"vLLM {support.spans(releases, known)}"
+            lines.append(f"- {where}: {text}")
+        lines += ["", "</details>", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
