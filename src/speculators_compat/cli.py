@@ -501,6 +501,15 @@ def _list(as_json: bool) -> int:
         where = "every vLLM" if len(releases) == len(known) else f"vLLM {support.spans(releases, known)}"
         print()
         _rows(console, [((f"{where}, {text}", None),)])
+    if matrix.server_rows:
+        print("\nServer path (vllm serve with the method extract_hidden_states)")
+        _rows(
+            console,
+            [
+                ((", ".join(map(str, row.releases)), None), (row.status, _STYLES.get(row.status)), (row.note or "", None))
+                for row in matrix.server_rows
+            ],
+        )
     return _READY
 
 
@@ -535,6 +544,16 @@ def _matrix_json(matrix: Matrix, proofs: support.Proofs) -> dict[str, Any]:
                 },
             }
             for row in matrix.rows
+        ],
+        "server": [
+            {
+                "vllm": row.vllm,
+                "releases": [str(release) for release in row.releases],
+                "status": row.status,
+                "evidence": row.evidence,
+                "note": row.note,
+            }
+            for row in matrix.server_rows
         ],
         "support": [
             {
