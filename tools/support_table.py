@@ -180,7 +180,8 @@ def _server_row(row: ServerRow, rows: dict[Version, list[dict[str, Any]]]) -> st
 def server_markdown(matrix: Matrix, evidence: dict[str, Any]) -> str:
     """A line for each row of the server path."""
     rows = server_rows(evidence)
-    return "".join(f"{_server_row(row, rows)}\n" for row in matrix.server_rows)
+    lines = [_server_row(row, rows) for row in matrix.server_rows]
+    return "".join(f"{line}\n" for line in ["", *lines]) if lines else ""  # Markdown wants a blank line before a list
 
 
 # --------------------------------------------------------------------------- README
