@@ -66,9 +66,11 @@ def server(tmp_path: Path) -> Iterator[Server]:
     found.http.server_close()
 
 
-def whole(path: Path) -> None:
-    header = json.dumps({"x": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}).encode()
-    path.write_bytes(struct.pack("<Q", len(header)) + header + b"abcd")
+def whole(path: Path, tokens: tuple[int, ...] = Probe.tokens) -> None:
+    data = struct.pack(f"<{len(tokens)}q", *tokens)
+    entry = {"dtype": "I64", "shape": [len(tokens)], "data_offsets": [0, len(data)]}
+    header = json.dumps({"token_ids": entry}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + data)
 
 
 def outcome(url: str, id: str) -> Any:
@@ -87,6 +89,26 @@ def test_a_server_that_works(server: Server, monkeypatch: pytest.MonkeyPatch) ->
     assert [status[f"SC{n}"] for n in (811, 812, 813)] == ["ok"] * 3
     assert not file.exists()  # the probe's own files
     assert sorted(p.name for p in server.folder.iterdir()) == ["q.safetensors"]
+
+
+def test_a_file_that_is_not_the_probes_is_kept(server: Server) -> None:
+    file = server.folder / "p.safetensors"
+    whole(file, (1, 2, 3))
+    assert outcome(server.url, "SC813").status == "ok"
+    assert file.exists()
+
+
+def test_an_address_without_a_scheme() -> None:
+    found = outcome("127.0.0.1:9", "SC811").outcome
+    assert found.mend == "give the address as http://HOST:PORT"
+
+
+@pytest.mark.parametrize("params", [["x"], {"hidden_states_path": 7}])
+def test_an_answer_that_is_none_of_vllms(server: Server, params: Any) -> None:
+    server.params = params
+    found = outcome(server.url, "SC812")
+    assert found.status == "failed"
+    assert "none of vLLM's" in found.outcome.found
 
 
 def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:

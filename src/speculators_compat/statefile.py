@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import struct
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,6 +51,20 @@ def length_by_header(path: Path) -> int | None:
         if not header.strip(b"\0 "):
             return None
         raise _broken(path, f"its header can't be read: {error}", size) from None
+
+
+def token_ids_of(path: Path) -> tuple[int, ...] | None:
+    """The token ids in a whole file, read without torch; ``None`` if it holds none or can't be read."""
+    try:
+        with open(path, "rb") as file:
+            start = 8 + int.from_bytes(file.read(8), "little")
+            entry = json.loads(file.read(start - 8))["token_ids"]
+            code = {"I32": "i", "I64": "q"}[entry["dtype"]]
+            first, last = entry["data_offsets"]
+            file.seek(start + first)
+            return tuple(number for (number,) in struct.iter_unpack(f"<{code}", file.read(last - first)))
+    except (OSError, ValueError, KeyError, TypeError, struct.error):
+        return None
 
 
 def wait_until_whole(path: Path, *, seconds: float | None = 120.0) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CompatError
 from ..layer_ids import AFTER_LAYER, BOUNDARY, check, convention_of, to_boundary
 from ..serving import SERVE
+from ..statefile import token_ids_of
 from ..surface import SourceSurface
 from .base import Check, Outcome, Result, Unavailable, failed, ok, perform, skipped, warning
 
@@ -234,11 +235,18 @@ def run_server_checks(
             try:
                 made.append(plan(context, folder=folder, port=port))
             except Unavailable as error:
+                if context.installed("vllm").version is not None:
+                    return failed(
+                        f"{context.options.model}: {error}",
+                        expected="a model's folder with a readable config.json, or a name in the hub's local cache",
+                        why="layers and flags depend on it",
+                        mend="give the right --model DIR; compat-check --model DIR says more about the folder",
+                    )
                 return failed(
                     str(error),
-                    expected="the vLLM that is to serve, and the model's folder",
+                    expected="the vLLM that is to serve",
                     why="flags and connector differ from one vLLM to the next: they are read from the one installed here",
-                    mend="run this in the server's environment, with --model; speculators is not needed there",
+                    mend="run this in the server's environment; speculators is not needed there",
                 )
             version = context.installed("vllm").version
             return ok(f"for vLLM {version}, boundaries {', '.join(map(str, made[0].layers))}")
@@ -298,7 +306,8 @@ class Probe:
         except urllib.error.HTTPError as error:
             return fault(f"{self.url}/v1/models: HTTP status {error.code}", "give the address as http://HOST:PORT")
         except (urllib.error.URLError, OSError) as error:
-            return fault(f"{self.url}: {getattr(error, 'reason', error)}", start)
+            mend = start if self.url.startswith(("http://", "https://")) else "give the address as http://HOST:PORT"
+            return fault(f"{self.url}: {getattr(error, 'reason', error)}", mend)
         except (ValueError, KeyError, IndexError, TypeError):
             return fault(f"{self.url}/v1/models: an answer that lists no model", "give the address as http://HOST:PORT")
         try:
@@ -358,8 +367,19 @@ class Probe:
                 why="a server that ends at its first request writes no states",
                 mend="look at its log; without CUDA set SPECULATORS_COMPAT_SERVE=1; " + mend,
             )
-        params = answer.get("kv_transfer_params") or {}
-        named = params.get("hidden_states_path")
+        try:
+            params = answer.get("kv_transfer_params") or {}
+            named = params.get("hidden_states_path")
+            echoed = (answer.get("choices") or [{}])[0].get("prompt_token_ids")
+            count = None if echoed is None else len(echoed)
+            path = Path(named or "")
+        except (AttributeError, IndexError, KeyError, TypeError):
+            return failed(
+                f"an answer that is none of vLLM's: {json.dumps(answer)[:100]}",
+                expected=expected,
+                why="something between here and the server answers in its place, or it is no vLLM",
+                mend="give the address of the server itself; " + mend,
+            )
         if not named and params.get("handle"):
             return skipped(f"the connector hands over by {sorted(params)}, not by files")
         if not named:
@@ -369,15 +389,14 @@ class Probe:
                 why="the server runs without the method extract_hidden_states or without its connector",
                 mend=mend,
             )
-        echoed = (answer.get("choices") or [{}])[0].get("prompt_token_ids")
-        if echoed is not None and echoed != list(self.tokens):
+        if count is not None and echoed != list(self.tokens):
             return failed(
-                f"the server computed {len(echoed)} other tokens",
+                f"the server computed {count} other tokens",
                 expected=f"the {len(self.tokens)} token ids that were sent",
                 why="states would belong to another prompt",
                 mend="leave out what changes prompts on the way (a proxy, a chat template)",
             )
-        self.path = Path(named)
+        self.path = path
         return ok(f"states in {named}")
 
     def folder(self, context: Context) -> Outcome:
@@ -428,8 +447,8 @@ class Probe:
         return ok(f"{rows} tokens x {count} layers x {size}, {str(found.dtype).removeprefix('torch.')}, finite")
 
     def tidy(self) -> None:
-        """Delete the probe's own file."""
-        if self.path is not None and self.whole:
+        """Delete the probe's own file, whatever the server named: only a file of the probe's tokens is that."""
+        if self.path is not None and self.whole and token_ids_of(self.path) == self.tokens:
             for one in (self.path, Path(f"{self.path}.lock")):
                 try:
                     one.unlink(missing_ok=True)
