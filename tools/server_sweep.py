@@ -130,7 +130,7 @@ def run(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 def load() -> dict[str, Any]:
-    about = {"tool": "tools/server_sweep.py", "tolerance": {"float32": 1e-5, "bfloat16": 3e-2}}
+    about = {"tool": "tools/server_sweep.py", "tolerance": {"float32": 1e-5, "bfloat16": 0.1}}
     found: dict[str, Any] = json.loads(EVIDENCE.read_text()) if EVIDENCE.is_file() else {"rows": []}
     return {"about": about, **{kind: found.get(kind, []) for kind in ("rows", "clients", "configs")}}
 
