@@ -334,6 +334,13 @@ def test_explicit_ids_mean_what_they_always_meant() -> None:
     assert counted(None) == (None, [])
 
 
+def test_one_number_is_no_list_of_ids() -> None:
+    for settled in (True, False):
+        with pytest.raises(InputError, match=r"layer_ids=\[4\]") as refused:
+            counted(4, restored=settled)
+        assert refused.value.id == "SC406"
+
+
 @pytest.mark.parametrize("restored", [True, False])
 @pytest.mark.parametrize("by", ["configure", "environment"])
 def test_the_setting_chooses(monkeypatch: pytest.MonkeyPatch, by: str, restored: bool) -> None:

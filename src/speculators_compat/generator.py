@@ -13,7 +13,7 @@ from . import layer_ids, settings
 from .adapter import Context
 from .alignment import Verdict
 from .construction import Construction, constructing
-from .errors import CompatWarning
+from .errors import CompatWarning, InputError
 from .extraction import Session, input_ids, not_ours, result, results
 from .prompts import check_model, check_prompts, placeholder_tokens, text_only
 from .watchdog import SHUTDOWN, clean_up, end_workers, starting, watching
@@ -89,8 +89,16 @@ def _count_layers(arguments: dict[str, Any], *, restored: bool, release: Mapping
     ids, convention = arguments["layer_ids"], settings.current().layer_convention
     if ids is None:
         return
+    if not isinstance(ids, Iterable):
+        raise InputError(
+            "SC406",
+            found=f"layer_ids={ids!r}",
+            expected="a list of integers, or None",
+            why="the layers would have to be guessed",
+            mend=f"layer_ids=[{ids!r}]",
+        )
     if convention == layer_ids.BOUNDARY:
-        arguments["layer_ids"] = layer_ids.from_boundaries(ids)
+        arguments["layer_ids"] = layer_ids.from_boundaries(list(ids))
     elif convention is None and restored and all(type(k) is int for k in ids):
         boundaries = [k + 1 for k in ids]
         warnings.warn(
