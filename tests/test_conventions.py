@@ -66,7 +66,8 @@ def test_adapters_assign_to_nothing_of_another_package(path: Path) -> None:
 
 
 def test_every_error_id_that_is_raised_is_explained_and_the_other_way_round() -> None:
-    text = "\n".join(path.read_text() for path in SOURCES if path.name != "errors.py")
+    sources = [*SOURCES, *(ROOT / "examples").glob("*.py")]
+    text = "\n".join(path.read_text() for path in sources if path.name != "errors.py")
     raised = set(re.findall(r"\bSC\d{3}\b", text))
     assert raised - CATALOG.keys() == set()
     assert CATALOG.keys() - raised == set()
