@@ -1215,6 +1215,7 @@ class Progress:
         self.tokens = 0
         self._initial = self.done
         self._start = self._shown = time.monotonic()
+        self._end = 0.0
         self._bar: Any = None
         with contextlib.suppress(ImportError):
             tqdm = importlib.import_module("tqdm")
@@ -1222,8 +1223,8 @@ class Progress:
 
     @property
     def rate(self) -> float:
-        """Tokens a second since the start."""
-        return self.tokens / max(time.monotonic() - self._start, 1e-9)
+        """Tokens a second since the start, until :meth:`close`: vLLM may take seconds to shut down."""
+        return self.tokens / max((self._end or time.monotonic()) - self._start, 1e-9)
 
     def advance(self, samples: int, tokens: int) -> None:
         self.done += samples
@@ -1241,5 +1242,6 @@ class Progress:
             )
 
     def close(self) -> None:
+        self._end = time.monotonic()
         if self._bar is not None:
             self._bar.close()
