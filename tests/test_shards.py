@@ -288,6 +288,8 @@ def test_an_interrupted_merge_is_repeated(
     monkeypatch.setattr(shards._Target, "adopt", adopt)
     result = shards.merge(out)
     assert (result.complete, result.samples, result.moved) == (True, 9, 9 - at)
+    again = shards.merge(out)
+    assert (again.complete, again.samples, again.expected, again.moved) == (True, 9, 9, 0)
     assert sorted(p.name for p in out.iterdir() if p.is_dir()) == []
     assert len(json.loads((out / "manifest.json").read_text())["recorded"]["shards"]) == 2
     job[job.index("--output-dir") + 1] = tmp_path / "whole"

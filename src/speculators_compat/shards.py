@@ -27,7 +27,7 @@ import re
 import secrets
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -397,11 +397,11 @@ class _Target(dataio.SampleWriter):
 
 def merge(
     output_dir: str | os.PathLike[str],
-    sources: Iterable[str | os.PathLike[str]] = (),
+    sources: Collection[str | os.PathLike[str]] = (),
     *,
     prepared_data: str | os.PathLike[str] | None = None,
 ) -> Merged:
-    """Merge shards into their output folder. It may be interrupted and repeated.
+    """Merge shards into their output folder. It may be interrupted and repeated; what is whole already stays as it is.
 
     Args:
         output_dir: the shards in it are moved; nothing is copied.
@@ -437,6 +437,8 @@ def merge(
                         why="how the samples were made is not known",
                         mend=f"mv {folder} somewhere else, and make shard {shard} again",
                     )
+        if not parts and not sources and (done := _merged_before(out)) is not None:
+            return done
         if not parts:
             raise CompatError(
                 "SC854",
@@ -461,6 +463,17 @@ def merge(
         if not folders(out):
             (out / PLAN).unlink(missing_ok=True)
     return result
+
+
+def _merged_before(out: Path) -> Merged | None:
+    """What an earlier merge has made, if nothing is missing there."""
+    manifest = _manifest(out) or {}
+    if not manifest.get("complete") or not manifest.get("recorded", {}).get("shards"):
+        return None
+    samples = manifest["samples"]
+    if sum(1 for name in ("data_*.pt", "hidden_states/hs_*.safetensors") for _ in out.glob(name)) != samples:
+        return None
+    return Merged(samples=samples, tokens=manifest["tokens"], expected=samples)
 
 
 @contextlib.contextmanager
