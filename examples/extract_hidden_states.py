@@ -192,6 +192,8 @@ def summarize(
     size = f"{writer.written_tokens:,} tokens{rate}, {writer.written_bytes:,} bytes"
     print(f"written:   {writer.written} samples, {size}")
     print(f"resumed:   {writer.resumed} samples finished earlier")
+    if merged := getattr(writer, "merged", None):
+        print(f"merged:    {len(merged)} samples, of all shards, are in the output folder already")
     print(f"truncated: {tally.truncated} samples cut to {args.max_seq_len} tokens")
     if tally.without_mask:
         print(f"no mask:   {tally.without_mask} samples without loss_mask, written as all ones")
