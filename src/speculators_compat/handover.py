@@ -10,7 +10,7 @@ The socket lies in the depot, a folder that only this user can enter, and carrie
 ========  =====================================================================================
 worker    ``{"id", "file", "size", "shape", "dtype"}`` a request is complete; ``{"error"}``; ``{"drop"}`` a file is gone;
           ``{"proof"}`` what :mod:`~speculators_compat.alignment` found for a request
-caller    ``{"free"}`` a file can be used again
+caller    ``{"free"}`` a file can be used again; ``{"bye"}`` the depot is closed
 ========  =====================================================================================
 """
 
@@ -20,6 +20,7 @@ import atexit
 import contextlib
 import errno
 import json
+import logging
 import mmap
 import os
 import shutil
@@ -33,11 +34,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .claims import started
 from .errors import CompatError
 
 if TYPE_CHECKING:
     import torch
 
+log = logging.getLogger("speculators_compat")
 PREFIX = "speculators-compat-"
 SHARED_MEMORY = Path("/dev/shm")
 #: Share of the memory free at the start that results may occupy before they are copied out.
@@ -218,6 +221,7 @@ class Depot:
         if os.getpid() != self._process:
             return  # a forked child that ends
         if self._worker is not None:
+            self._worker.send({"bye": True})
             self._worker.close()
         self._listener.close()
         shutil.rmtree(self.path, ignore_errors=True)
@@ -313,6 +317,7 @@ class Sender:
         self._depot = Path(depot)
         self._pin, self._unpin = pin, unpin
         self._lock = threading.Lock()
+        self._closed = False
         self._number = 0
         self._tensors: dict[int, torch.Tensor] = {}  # file number to its bytes
         self._free: dict[int, list[int]] = {}  # size to file numbers
@@ -366,6 +371,7 @@ class Sender:
     def close(self) -> None:
         """End the connection, and let go of all buffers: memory that is unmapped while it is registered with CUDA makes
         later registrations at its address fail."""
+        self._closed = True
         self._caller.close()
         with self._lock:
             held = list(self._tensors.values())
@@ -378,9 +384,16 @@ class Sender:
     def _read(self) -> None:
         try:
             for message in self._caller.read():
+                if "bye" in message:
+                    return
                 self._put_back(message["free"])
         except (OSError, ValueError):
             pass
+        if not self._closed and _ended(_owner(self._depot)):
+            # vLLM's engine outlives a caller that is killed, and would hold the device's memory for ever.
+            log.warning("the process that asked for hidden states is gone; this worker ends")
+            shutil.rmtree(self._depot, ignore_errors=True)
+            os._exit(1)
 
     def _put_back(self, number: int) -> None:
         with self._lock:
@@ -448,13 +461,28 @@ def size_class(need: int) -> int:
     return -(-need // step) * step
 
 
+def _owner(depot: Path) -> int:
+    """The process whose depot this is; 0 if the name does not tell."""
+    pid = depot.name[len(PREFIX) :].partition("-")[0]
+    return int(pid) if pid.isdigit() else 0
+
+
+def _ended(pid: int, patience: float = 5.0) -> bool:
+    """Whether a process has ended, or does so now: its connections are closed a moment before."""
+    end = time.monotonic() + patience
+    while started(pid):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return bool(pid)
+
+
 def sweep_stale() -> list[Path]:
     """Remove depots whose process was killed; returns them."""
     removed = []
     for parent in {SHARED_MEMORY, Path(tempfile.gettempdir())}:
         for depot in parent.glob(f"{PREFIX}*"):
-            owner = depot.name[len(PREFIX) :].partition("-")[0]
-            if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            if (owner := _owner(depot)) and not Path(f"/proc/{owner}").exists():
                 shutil.rmtree(depot, ignore_errors=True)
                 removed.append(depot)
     return removed

@@ -37,6 +37,7 @@ INTERRUPT = signal.SIGRTMAX - 2
 VITAL = b"VLLM::"
 #: Exit status of a run that the watchdog had to end by force.
 EXIT_HUNG = 70
+STOPPED = "stopped at once; run again to resume"
 
 _interrupts = 0
 
@@ -85,6 +86,8 @@ class Watchdog:
         self._over = threading.Event()
         self._caller = threading.get_ident()
         self.error: CompatError | None = None
+        #: Ctrl-C was pressed. A terminal sends it to the workers too: that they end is no fault then.
+        self.stopped = False
 
     def beat(self, stage: str) -> None:
         """Something happened; ``stage`` is next."""
@@ -126,7 +129,7 @@ class Watchdog:
             if pid is not None:
                 if self._over.wait(NOTICE):
                     return
-                self._strike(self.worker_died(pid), patience=1.0)
+                self._strike(None if self.stopped else self.worker_died(pid), patience=1.0)
                 return
         self._strike(
             CompatError(
@@ -139,7 +142,7 @@ class Watchdog:
             )
         )
 
-    def _strike(self, error: CompatError, patience: float = GRACE / 3) -> None:
+    def _strike(self, error: CompatError | None, patience: float = GRACE / 3) -> None:
         self.error = error
         kill(self._workers())
         # The caller usually notices that its workers are gone; if not, it is interrupted; if that fails, ended.
@@ -148,7 +151,10 @@ class Watchdog:
         _interrupt(self._caller)
         if self._over.wait(GRACE * 2 / 3):
             return
-        _end(error.render(), EXIT_HUNG)
+        if error is None:
+            _end(STOPPED, 130)
+        else:
+            _end(error.render(), EXIT_HUNG)
 
 
 def workers_since(before: set[int]) -> list[int]:
@@ -192,8 +198,8 @@ def clean_up(generator: Any, dog: Watchdog, abort: Callable[[], object]) -> None
     Args:
         abort: takes the call's requests out of the engine and out of the workers.
     """
-    alive = set(descendants())
-    if dog.error is None and all(pid in alive and not _zombie(pid) for pid in getattr(generator, "workers", ())):
+    workers = getattr(generator, "workers", ())
+    if dog.error is None and _alive(workers) and not (dog.stopped and _ends(getattr(generator, "vital", ()))):
         try:
             abort()
             return
@@ -201,6 +207,21 @@ def clean_up(generator: Any, dog: Watchdog, abort: Callable[[], object]) -> None
             log.warning("the engine could not be cleaned up after a failed call; it is shut down", exc_info=True)
     with contextlib.suppress(Exception):
         generator.shutdown()
+
+
+def _alive(pids: Iterable[int]) -> bool:
+    below = set(descendants())
+    return all(pid in below and not _zombie(pid) for pid in pids)
+
+
+def _ends(pids: Iterable[int], patience: float = 2.0) -> bool:
+    """Whether one of these processes ends now."""
+    pids, end = tuple(pids), time.monotonic() + patience
+    while not any(map(_zombie, pids)):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _command(pid: int) -> bytes:
@@ -253,6 +274,8 @@ def guarded(
         except BaseException as error:
             if dog.error is not None:
                 raise dog.error from error
+            if dog.stopped and isinstance(error, Exception):
+                raise KeyboardInterrupt from error  # what an engine says that was interrupted as well
             pid = dog.dead() if isinstance(error, Exception) else None
             if pid is not None and getattr(error, "id", "SC512") == "SC512":
                 raise dog.worker_died(pid) from error
@@ -279,10 +302,11 @@ def _second_interrupt_ends(dog: Watchdog) -> Iterator[None]:
     def interrupted(number: int, frame: Any) -> None:
         global _interrupts
         if number == signal.SIGINT and dog.error is None:
+            dog.stopped = True
             _interrupts += 1
             if _interrupts > 1:
                 kill(dog._workers())
-                _end("stopped at once; run again to resume", 130)
+                _end(STOPPED, 130)
         raise KeyboardInterrupt
 
     with _handler(INTERRUPT, signal.SIG_DFL, interrupted), _handler(

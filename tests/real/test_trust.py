@@ -153,8 +153,8 @@ def resumed(job: Job, undisturbed: dict[str, bytes], before: dict[str, bytes]) -
 def test_kills_of_the_whole_run(job: Job, undisturbed: dict[str, bytes]) -> None:
     draw = random.Random(7)
     before: dict[str, bytes] = {}
-    for _ in range(3):
-        process = job.start()
+    for way in ("engine", "in-process", "engine"):
+        process = job.start(way)
         try:
             job.wait_for_samples(process, len(before) + 1)
             time.sleep(draw.uniform(0, 0.2))
@@ -197,6 +197,18 @@ def test_a_hanging_worker_is_ended(job: Job, undisturbed: dict[str, bytes], way:
     assert "vLLM computes a step" in job.said() or "vLLM computes the first step" in job.said()
     assert gone(children)
     resumed(job, undisturbed, job.samples())
+
+
+def test_ctrl_c_in_a_terminal_reaches_the_engine_too(job: Job, undisturbed: dict[str, bytes]) -> None:
+    process = job.start("engine")
+    job.wait_for_samples(process, 1)
+    children = below(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == 130, job.said()
+    assert "stopped; resume with the same command" in job.said()
+    assert "[SC518]" not in job.said()
+    assert gone(children)
+    assert job.samples().items() <= undisturbed.items()
 
 
 def test_ctrl_c_twice_ends_a_hanging_run(job: Job, undisturbed: dict[str, bytes]) -> None:
