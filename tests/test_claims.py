@@ -136,7 +136,19 @@ def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_of_many_at_once_one_wins(tmp_path: Path) -> None:
+def test_a_process_that_died_while_it_took_over_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims._wait_for, "__defaults__", (0.1,))
+    foreign(tmp_path, place=claims._place(), pid=os.getpid(), started="1")
+    (tmp_path / f"{claims.NAME}.gate").mkdir()
+    claim = claims.take(tmp_path)
+    claim.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("attempt", range(10))
+def test_of_many_at_once_one_wins(tmp_path: Path, attempt: int) -> None:
     foreign(tmp_path, place=claims._place(), pid=os.getpid(), started="1")  # a dead one, to be taken over
     won: list[claims.Claim] = []
     lost: list[CompatError] = []

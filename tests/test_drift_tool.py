@@ -297,7 +297,7 @@ def test_wheels_are_fetched_once_and_kept_small(
     fake_pip(monkeypatch, wheels, calls)
     cache = tmp_path / "cache"
     for _ in range(2):
-        assert drift.main(["99.0.0", "--wheels", str(cache)]) == 0
+        assert drift.main(["99.0.0", "--wheels", str(cache), "--speculators", "0.3.0", "0.4.0.1"]) == 0
     assert f"vLLM {newest} -> 99.0.0, speculators 0.3.0" in capsys.readouterr().out
     assert sorted(calls) == sorted(wheels)
     kept = sorted(os.listdir(cache))

@@ -250,8 +250,8 @@ def line() -> str:
     version, block = next(iter(load().items()))
     n = coverage(block)
     return (
-        f"{n['extracted']} of the {n['loadable']} decoder architectures that vLLM {version} runs on a CPU are extracted; of "
-        f"{n['agree_with_transformers']} the states agree with transformers' ([docs/models.md](docs/models.md))"
+        f"{n['extracted']} of the {n['loadable']} decoder architectures that vLLM {version} runs on a CPU are extracted; "
+        f"of {n['agree_with_transformers']} the states agree with transformers' ([docs/models.md](docs/models.md))"
     )
 
 

@@ -149,15 +149,21 @@ class Claim:
         return json.dumps({**vars(self.holder), "beat": f"{beat:010}"}).encode() + b"\n"
 
     def _take_over(self, dead: Holder) -> None:
-        """Put a dead writer's claim out of the way, unless somebody else has done so meanwhile."""
-        aside = self.path.with_name(f"{NAME}-{self.holder.token}-old")
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(self.path, aside)
-            moved = _read(aside)
-            if moved is not None and moved[1].token != dead.token:
-                with contextlib.suppress(OSError):
-                    os.link(aside, self.path)  # a living one: back with it
-            aside.unlink(missing_ok=True)
+        """Remove a dead writer's claim, unless somebody else has done so meanwhile. One process at a time: what is removed
+        must still be what was looked at."""
+        gate = self.path.with_name(f"{NAME}.gate")
+        try:
+            os.mkdir(gate)
+        except FileExistsError:
+            _wait_for(gate)
+            return
+        try:
+            found = _read(self.path)
+            if found is not None and found[1].token == dead.token:
+                self.path.unlink(missing_ok=True)
+        finally:
+            with contextlib.suppress(OSError):
+                os.rmdir(gate)
 
     def start(self) -> None:
         """Begin to touch the file."""
@@ -185,6 +191,13 @@ class Claim:
         Raises:
             CompatError: SC859.
         """
+        try:
+            if self._file >= 0 and not os.path.samestat(os.fstat(self._file), self.path.stat()):
+                self._lost = self._lost or "another process has taken it over"
+        except FileNotFoundError:
+            self._lost = self._lost or "its claim was removed"
+        except OSError:
+            pass  # the file system is away: writing will say so
         if self._lost:
             raise CompatError(
                 "SC859",
@@ -204,6 +217,17 @@ class Claim:
             if os.path.samestat(os.fstat(handle), self.path.stat()):
                 self.path.unlink()
         os.close(handle)
+
+
+def _wait_for(gate: Path, patience: float = 5.0) -> None:
+    """Until another process has taken a claim over; one that died in the middle of it is not waited for."""
+    end = time.monotonic() + patience
+    while gate.exists():
+        if time.monotonic() > end:
+            with contextlib.suppress(OSError):
+                os.rmdir(gate)
+            return
+        time.sleep(0.01)
 
 
 def take(folder: Path) -> Claim:
