@@ -24,6 +24,7 @@ import argparse
 import json
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from speculators_compat import cli, dataio, layer_ids, manifest, settings, shards
@@ -205,10 +206,9 @@ def summarize(
     print(f"output:    {writer.folder}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+def main(argv: list[str] | None = None, run: Callable[[list[str] | None], int] | None = None) -> int:
     try:
-        return extract(args)
+        return run(argv) if run is not None else extract(parse(argv))  # ray_extract.py ends alike
     except CompatError as error:
         print(error, file=sys.stderr)
         return 1

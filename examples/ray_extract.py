@@ -337,14 +337,7 @@ def merge(out: Path, patience: float = 120.0) -> shards.Merged:
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        return extract(argv)
-    except CompatError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("stopped; resume with the same command", file=sys.stderr)
-        return 130
+    return extraction.main(argv, extract)
 
 
 if __name__ == "__main__":

@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-from typing import Any
-
 import pytest
-from vllm_env import ROOT
+from vllm_env import ROOT, load_tool
 
-
-def _tool() -> Any:
-    spec = importlib.util.spec_from_file_location("models_sweep", ROOT / "tools" / "models_sweep.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = _tool()
+tool = load_tool("models_sweep")
 EVIDENCE = tool.load()
 NEWEST = "0.32.0"
 

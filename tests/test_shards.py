@@ -66,7 +66,7 @@ def merged(out: Path) -> int:
 @pytest.mark.parametrize("form", ["pt", "safetensors"])
 def test_shards_and_merge_are_one_run(main: Any, generator: Any, job: list[Any], tmp_path: Path, form: str) -> None:  # noqa: F811
     if form == "safetensors":
-        pytest.importorskip("datasets")
+        pytest.importorskip("datasets", reason="comes with vLLM and speculators")
         job += ["--format", "safetensors", "--layer-ids", 1, 2, "--layer-convention", "after-layer"]
     for index in (2, 0, 1):
         assert main(*job, "--shard", f"{index}/3") == 0

@@ -15,8 +15,9 @@ VLLM = "0.16.0"
 SPECULATORS = ("0.3.0", "0.4.0", "0.4.0.1")
 
 
-def _environments() -> Any:
-    spec = importlib.util.spec_from_file_location("environments", ROOT / "tools" / "environments.py")
+def load_tool(name: str) -> Any:
+    """A script of ``tools/`` as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -24,7 +25,7 @@ def _environments() -> Any:
     return module
 
 
-environments = _environments()
+environments = load_tool("environments")
 
 
 @dataclass(frozen=True)
