@@ -441,4 +441,5 @@ def _forget_error() -> None:
 
 
 def _unpin(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
+    if int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:  # it never was registered
+        _forget_error()
