@@ -1,6 +1,6 @@
-"""Server's connector: hidden states leave the KV cache on a host without CUDA.
+"""Server's connector: hidden states leave the KV cache on a host without CUDA, and from the right blocks.
 
-What breaks: ``ExampleHiddenStatesConnector`` copies a finished request's states to the host on a CUDA stream of its own,
+What breaks, first: ``ExampleHiddenStatesConnector`` copies a finished request's states to the host on a CUDA stream of its own,
 into pinned memory. On a host without CUDA the first finished request ends the engine: ``RuntimeError: Found no NVIDIA
 driver on your system``.
 Since: vLLM 0.22 or 0.21 (0.17 to 0.20 write from the forward pass). How it is mended: where vLLM's platform is
@@ -8,6 +8,13 @@ the CPU, streams and events in the connector's module are stand-ins that are alw
 made when it is asked for. Pinned memory becomes plain memory. With CUDA nothing is changed.
 Upstream: vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py.
 Retire when: the connector asks the platform for its streams.
+
+What breaks, second: where layers differ in what they cache (sliding windows, linear attention), the hidden states get blocks of
+another length than ``cache_config.block_size``, and the connector reads them by that one. The files hold other rows than the
+prompt's, without any error.
+Since: vLLM 0.23 or 0.24 (0.22 takes the slots from the forward pass); vLLM 0.26 reads its group's own length. How it is mended:
+as there, when the connector gets its cache; a cache of yet another length is refused.
+Retire when: vLLM 0.24 and 0.25 are.
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ import contextlib
 from typing import Any
 
 from speculators_compat.adapter import Adapter, Context, Probe, State
+from speculators_compat.errors import CompatError
 from speculators_compat.hookspecs import hookimpl
 from speculators_compat.surface import Surface
 
@@ -100,6 +108,50 @@ class ServerConnectorStreams(Adapter):
             context.journal.replace(context.module, "torch", HostTorch(context.module.torch), adapter=self.id)
 
 
+class ServerConnectorBlocks(Adapter):
+    id = "server_connector_blocks"
+    seam = "block length by which ExampleHiddenStatesConnector reads the KV cache"
+    why = "models with sliding windows or linear attention get the states of other rows, without any error"
+    since = "vLLM 0.24"
+    how = "the length is that of the connector's own cache group"
+    upstream = "vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py"
+    retire_when = "vLLM 0.24 and 0.25 are no longer supported"
+    trigger = CONNECTOR
+
+    def probe(self, surface: Surface) -> Probe:
+        connector = f"{CONNECTOR}:ExampleHiddenStatesConnector"
+        if not surface.has(connector):
+            return Probe(State.NOT_APPLICABLE, "this vLLM has no ExampleHiddenStatesConnector")
+        if surface.has(f"{connector}._get_cache_block_size"):
+            return Probe(State.NOT_NEEDED, "the connector reads its group's own block length")
+        if not surface.has(f"{connector}._submit_async_write"):
+            return Probe(State.NOT_NEEDED, "the connector takes slots from the forward pass")
+        if not surface.has(f"{connector}.register_kv_caches"):
+            return Probe(State.DRIFTED, "the connector has no register_kv_caches")
+        return Probe(State.APPLIED, "blocks are read by the length of the connector's own group")
+
+    def apply(self, context: Context) -> None:
+        journal = context.journal
+
+        def register(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            done = wrapped(*args, **kwargs)
+            groups = instance._kv_cache_config.kv_cache_groups
+            length = groups[instance._hs_group_idx].kv_cache_spec.block_size
+            if length % instance._kv_cache.shape[1]:
+                raise CompatError(
+                    "SC805",
+                    found=f"a cache of hidden states with {instance._kv_cache.shape[1]} rows a block; its group has {length}",
+                    expected="the same, or a whole part of it",
+                    why="states would be read from other rows than the prompt's",
+                    mend="extract in-process instead, or with vLLM 0.26 or later",
+                )
+            if length != instance._block_size:
+                journal.replace(instance, "_block_size", length, adapter=self.id)
+            return done
+
+        journal.wrap(context.module.ExampleHiddenStatesConnector, "register_kv_caches", register, adapter=self.id)
+
+
 @hookimpl
 def speculators_compat_adapters() -> list[Adapter]:
-    return [ServerConnectorStreams()]
+    return [ServerConnectorStreams(), ServerConnectorBlocks()]

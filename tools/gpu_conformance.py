@@ -239,6 +239,22 @@ def memory(worker: Any, reset: bool) -> dict[str, int]:
     return found
 
 
+def count_steps(worker: Any, on: bool) -> list[int]:
+    """In the worker: note the tokens of each step from here on; or stop that, and return them."""
+    runner = getattr(worker, "worker", worker).model_runner
+    if on:
+        inner, sizes = runner.execute_model, []
+
+        def execute_model(*args: Any, **kwargs: Any) -> Any:
+            sizes.append(getattr(args[0] if args else kwargs["scheduler_output"], "total_num_scheduled_tokens", 0))
+            return inner(*args, **kwargs)
+
+        runner.execute_model, runner._counted = execute_model, (inner, sizes)
+        return []
+    runner.execute_model, sizes = runner._counted
+    return [size for size in sizes if size]
+
+
 def close_capture(worker: Any) -> None:
     """In the worker: remove the plugin's hooks and let go of its buffers."""
     worker = getattr(worker, "worker", worker)  # vLLM may hand out its wrapper of the worker
@@ -279,7 +295,7 @@ def figures(generator: Any, folder: str, vllm_args: dict[str, Any], vocab: int, 
 
     rng = random.Random(1)
     length = min(1000, MAX_MODEL_LEN - 1)
-    count = 16 if torch.cuda.is_available() else 4
+    count = 64 if torch.cuda.is_available() else 4
     prompts = [[rng.randrange(10, vocab) for _ in range(length)] for _ in range(count)]
     llm = generator.llm
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
@@ -298,8 +314,13 @@ def figures(generator: Any, folder: str, vllm_args: dict[str, Any], vocab: int, 
             start = time.perf_counter()
             run()
             speeds.append(count * length / (time.perf_counter() - start))
-        return speeds, llm.collective_rpc(memory, args=(False,))[0]
+        left = llm.collective_rpc(memory, args=(False,))[0]
+        llm.collective_rpc(count_steps, args=(True,))
+        run()
+        sizes[run.__name__] = llm.collective_rpc(count_steps, args=(False,))[0]
+        return speeds, left
 
+    sizes: dict[str, list[int]] = {}
     with_capture, taken = measure(plugin)
     llm.collective_rpc(close_capture)
     without, left = measure(plain)
@@ -312,7 +333,7 @@ def figures(generator: Any, folder: str, vllm_args: dict[str, Any], vocab: int, 
         "plugin_tokens_per_second": [round(v) for v in with_capture],
         "plain_tokens_per_second": [round(v) for v in without],
         "ratio_of_medians": round(statistics.median(with_capture) / statistics.median(without), 4),
-        "capture_bytes_predicted": predicted,
+        "tokens_of_each_step": sizes, "capture_bytes_predicted": predicted,
     }  # fmt: skip
     if taken:
         found["device_memory"] = {"plugin": taken, "plain": left}

@@ -40,7 +40,7 @@ CLIENTS = ("0.5.0", "0.6.0", "0.7.0", "0.8.0", "0.9.0")
 CONFIGS = ("0.17.0", "0.18.0", "0.20.0", "0.24.0")
 VISION = ("kimi_k25", "qwen2_5_vl")
 #: What makes a row the same one when it is run again.
-KEYS = ("vllm", "speculators", "model", "way", "mended", "kv_cache_dtype", "runner", "dtype", "host")
+KEYS = ("vllm", "speculators", "model", "way", "mended", "without", "kv_cache_dtype", "runner", "dtype", "host")
 
 
 def _cell(
