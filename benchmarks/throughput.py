@@ -389,7 +389,8 @@ def report(options: argparse.Namespace, figures: dict[str, dict[str, list[float]
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    asked = [options.shape, "--peers", *options.peers, "--rounds", options.rounds, "--memory", options.memory]
+    asked = [options.shape, "--peers", *options.peers, "--batches", *options.batches, "--prompts", options.prompts]
+    asked += ["--tokens", options.tokens, "--rounds", options.rounds, "--memory", options.memory]
     data = {
         "command": f"python benchmarks/throughput.py {' '.join(map(str, asked))}",
         "date": time.strftime("%Y-%m-%d"), "device": device,

@@ -1,7 +1,7 @@
 """Server's connector: hidden states leave the KV cache on a host without CUDA, and from the right blocks.
 
-What breaks, first: ``ExampleHiddenStatesConnector`` copies a finished request's states to the host on a CUDA stream of its own,
-into pinned memory. On a host without CUDA the first finished request ends the engine: ``RuntimeError: Found no NVIDIA
+What breaks, first: ``ExampleHiddenStatesConnector`` copies a finished request's states to the host on a CUDA stream of its
+own, into pinned memory. On a host without CUDA the first finished request ends the engine: ``RuntimeError: Found no NVIDIA
 driver on your system``.
 Since: vLLM 0.22 or 0.21 (0.17 to 0.20 write from the forward pass). How it is mended: where vLLM's platform is
 the CPU, streams and events in the connector's module are stand-ins that are always done, which is true there: the copy is
@@ -9,12 +9,12 @@ made when it is asked for. Pinned memory becomes plain memory. With CUDA nothing
 Upstream: vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py.
 Retire when: the connector asks the platform for its streams.
 
-What breaks, second: where layers differ in what they cache (sliding windows, linear attention), the hidden states get blocks of
-another length than ``cache_config.block_size``, and the connector reads them by that one. The files hold other rows than the
-prompt's, without any error.
-Since: vLLM 0.23 or 0.24 (0.22 takes the slots from the forward pass); vLLM 0.26 reads its group's own length. How it is mended:
-as there, when the connector gets its cache; a cache of yet another length is refused.
-Retire when: vLLM 0.24 and 0.25 are.
+What breaks, second: where layers differ in what they cache (sliding windows, linear attention), the hidden states get
+blocks of another length than ``cache_config.block_size``, and the connector reads them by that one. The files hold other
+rows than the prompt's, without any error.
+Since: vLLM 0.24 (up to 0.23 the slots come from the forward pass); vLLM 0.25 reads its group's own length. How it is
+mended: as there, when the connector gets its cache; a cache of yet another length is refused.
+Retire when: vLLM 0.24 is no longer supported.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class ServerConnectorBlocks(Adapter):
     since = "vLLM 0.24"
     how = "the length is that of the connector's own cache group"
     upstream = "vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py"
-    retire_when = "vLLM 0.24 and 0.25 are no longer supported"
+    retire_when = "vLLM 0.24 is no longer supported"
     trigger = CONNECTOR
 
     def probe(self, surface: Surface) -> Probe:
@@ -136,14 +136,14 @@ class ServerConnectorBlocks(Adapter):
         def register(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             done = wrapped(*args, **kwargs)
             groups = instance._kv_cache_config.kv_cache_groups
-            length = groups[instance._hs_group_idx].kv_cache_spec.block_size
-            if length % instance._kv_cache.shape[1]:
+            length, rows = groups[instance._hs_group_idx].kv_cache_spec.block_size, instance._kv_cache.shape[1]
+            if length % rows:
                 raise CompatError(
                     "SC805",
-                    found=f"a cache of hidden states with {instance._kv_cache.shape[1]} rows a block; its group has {length}",
+                    found=f"a cache of hidden states with {rows} rows a block; its group has {length}",
                     expected="the same, or a whole part of it",
                     why="states would be read from other rows than the prompt's",
-                    mend="extract in-process instead, or with vLLM 0.26 or later",
+                    mend="extract in-process instead, or with vLLM 0.25 or later",
                 )
             if length != instance._block_size:
                 journal.replace(instance, "_block_size", length, adapter=self.id)

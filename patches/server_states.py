@@ -3,7 +3,8 @@
 What breaks: `extract_hidden_states` asks the model for states at boundaries, and speculators' trainer needs the last one,
 the state before the final norm. Some models that declare the interface never return it: ``DeepseekV2Model``, and the
 wrappers around it, look at boundaries before each layer only. The engine ends in its first forward pass: ``The expanded
-size of the tensor (3) must match the existing size (2)``.
+size of the tensor (3) must match the existing size (2)``. Where one state comes for two or more, it is written for all of
+them, without any error.
 Since: vLLM 0.18; which model is right differs from release to release. How it is mended: hooks on the decoder layers watch
 the first forward pass. A model that returns as many states as it was asked for keeps its own, and the hooks go; otherwise
 the states are those that the hooks saw, as for models without the interface. Only in eager mode: a compiled model runs no
@@ -73,7 +74,7 @@ def _compiled(model: Any) -> bool:
 class ServerStates(Eagle3Protocol):
     id = "server_states"
     seam = "the states that a model with SupportsEagle3 returns to vLLM's model runner"
-    why = "some models return fewer states than asked for, above all not the last one, and the engine ends"
+    why = "some models return fewer states than asked for; the engine ends, or one state is written for all, silently"
     since = "vLLM 0.18"
     how = "counts them in the first forward pass; hooks on the decoder layers supply what is missing"
     upstream = "vllm/model_executor/models/deepseek_v2.py"

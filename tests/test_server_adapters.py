@@ -20,7 +20,12 @@ from speculators_compat.errors import CompatError
 from speculators_compat.matrix import load_matrix
 from speculators_compat.patcher import Journal
 from speculators_compat.patches.server_config import CONFIG, ServerConfig
-from speculators_compat.patches.server_connector import CONNECTOR, HostTorch, ServerConnectorStreams
+from speculators_compat.patches.server_connector import (
+    CONNECTOR,
+    HostTorch,
+    ServerConnectorBlocks,
+    ServerConnectorStreams,
+)
 from speculators_compat.patches.server_sampler import CALLER, KERNELS, ServerSampler
 from speculators_compat.registry import adapters
 from speculators_compat.settings import Settings
@@ -73,6 +78,59 @@ def test_streams_of_a_host_without_cuda() -> None:
     assert host.empty_like(1, device="cpu", pin_memory=True) == ((1,), {"device": "cpu"})
     assert host.long == "long"
     assert host.cuda.is_available() is False
+
+
+BLOCKS = """
+class ExampleHiddenStatesConnector:
+    def register_kv_caches(self, kv_caches): ...
+    def _submit_async_write(self, pending): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "state"),
+    [
+        ("", State.NOT_APPLICABLE),
+        (BLOCKS, State.APPLIED),
+        (BLOCKS.replace("_submit_async_write", "save_kv_layer"), State.NOT_NEEDED),
+        (BLOCKS + "    def _get_cache_block_size(self): ...\n", State.NOT_NEEDED),
+        (BLOCKS.replace("register_kv_caches", "register"), State.DRIFTED),
+    ],
+)
+def test_blocks(tmp_path: Path, text: str, state: State) -> None:
+    assert probe(ServerConnectorBlocks(), tmp_path, **{CONNECTOR: text}) is state
+
+
+def test_blocks_have_the_length_of_the_connectors_own_group() -> None:
+    class Connector:
+        def __init__(self, own: int) -> None:
+            groups = [
+                types.SimpleNamespace(kv_cache_spec=types.SimpleNamespace(block_size=size)) for size in (128, own)
+            ]
+            self._kv_cache_config = types.SimpleNamespace(kv_cache_groups=groups)
+            self._hs_group_idx, self._block_size = 1, 128
+
+        def register_kv_caches(self, kv_caches: Any) -> str:
+            self._kv_cache = kv_caches
+            return "done"
+
+    module: Any = types.SimpleNamespace(ExampleHiddenStatesConnector=Connector)
+    original = Connector.register_kv_caches
+    journal = Journal()
+    ServerConnectorBlocks().apply(Context(module, journal, Settings(), {}))
+    same, other, split, wrong = Connector(128), Connector(42), Connector(48), Connector(42)
+
+    def cache(rows: int) -> Any:
+        return types.SimpleNamespace(shape=(9, rows, 3, 64))
+
+    assert same.register_kv_caches(cache(128)) == other.register_kv_caches(cache(42)) == "done"
+    split.register_kv_caches(cache(16))
+    assert (same._block_size, other._block_size, split._block_size) == (128, 42, 48)
+    with pytest.raises(CompatError, match="SC805"):
+        wrong.register_kv_caches(cache(128))
+    journal.undo()
+    assert Connector.register_kv_caches is original
+    assert other._block_size == 128
 
 
 KERNEL = "def _sample_recovered_tokens_kernel_impl(a, b, BLOCK_SIZE=None{}): ..."

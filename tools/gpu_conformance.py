@@ -252,6 +252,7 @@ def count_steps(worker: Any, on: bool) -> list[int]:
         runner.execute_model, runner._counted = execute_model, (inner, sizes)
         return []
     runner.execute_model, sizes = runner._counted
+    del runner._counted  # it would keep the capture alive, and its memory
     return [size for size in sizes if size]
 
 

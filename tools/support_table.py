@@ -140,10 +140,11 @@ def _problem(cell: Cell, row: dict[str, Any] | None, evidence: dict[str, Any], r
 
 
 def server_rows(evidence: dict[str, Any]) -> dict[Version, list[dict[str, Any]]]:
-    """The mended rows of ``evidence/server.json`` by vLLM release."""
+    """The rows of ``evidence/server.json`` by vLLM release, less those that leave out a mend, or ask for model runner V2,
+    which refuses the method."""
     found: dict[Version, list[dict[str, Any]]] = {}
     for row in evidence["rows"]:
-        if row["mended"]:
+        if row["mended"] and not row.get("without") and row["runner"] != "2":
             found.setdefault(Version(Version(row["vllm"]).base_version), []).append(row)
     return found
 
@@ -169,7 +170,7 @@ def _server_row(row: ServerRow, rows: dict[Version, list[dict[str, Any]]]) -> st
     mine = [r for release in row.releases for r in rows.get(release, [])]
     said = [f"**{row.status}**" if row.status == "verified" else row.status]
     if row.status == "verified" and mine:
-        worst = max(r["worst"] for r in mine if r["dtype"] == "float32")
+        worst = max(r["worst"] for r in mine if r["dtype"] == "float32" and not r.get("kv_cache_dtype"))
         clients = sorted({r["speculators"] for r in mine if r.get("speculators")}, key=Version)
         said += [max(r["date"] for r in mine), f"error {worst:.1e}", f"clients {', '.join(clients)}"]
     if row.note:

@@ -286,7 +286,8 @@ class Capture:
                     torch.add(hidden[piece], residual[piece], out=target)
                 else:
                     target.copy_(hidden[piece] + residual[piece])
-                step.extremes[index, piece] = torch.linalg.vector_norm(target, ord=float("inf"), dim=-1)
+                # vector_norm(ord=inf) is the same, twenty times as slow on a CPU.
+                step.extremes[index, piece] = torch.maximum(target.amax(dim=-1), -target.amin(dim=-1))
             return
         staging = self._staging.get(index)
         if staging is None or staging.dtype != hidden.dtype:

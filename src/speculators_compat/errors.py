@@ -570,6 +570,13 @@ CATALOG: dict[str, ErrorInfo] = {
         "for, every number finite, no row of zeros. Prefix caching, another connector and a full disk break this.\n"
         "Start the server as compat-check --serve prints; check it with compat-check --url URL.",
     ),
+    "SC805": ErrorInfo(
+        "The connector would read states from other rows",
+        "Where decoder layers cache differently, by sliding windows or linear attention, hidden states lie in blocks of "
+        "their own length. vLLM 0.24's connector reads them by another length, without any error; with the plugin it reads "
+        "by that of its own cache group. Here the cache has a length that fits neither, and the server does not start.\n"
+        "Extract in-process, or serve with vLLM 0.25 or later.",
+    ),
     "SC810": ErrorInfo(
         "The command for the server",
         "compat-check --serve prints the `vllm serve` command for the installed vLLM and one model: method, connector, "
