@@ -117,8 +117,10 @@ class Plain(Peer):
 class VllmOwn(Plain):
     def arguments(self, folder: Path, config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
         self.out = Path(tempfile.mkdtemp(dir=MEMORY if MEMORY.is_dir() else None))
-        # vLLM counts boundaries: boundary k + 1 is the state that leaves layer k.
-        boundaries = [k + 1 for k in layer_ids(config)]
+        # vLLM counts boundaries: boundary k + 1 is the state that leaves layer k. Its DeepSeek-V3 never returns the last
+        # one, so it is asked for as many states, each a layer earlier.
+        shift = 0 if config["model_type"] == "deepseek_v3" else 1
+        boundaries = [k + shift for k in layer_ids(config)]
         return super().arguments(folder, config, options) | {
             "speculative_config": {
                 "method": "extract_hidden_states",
