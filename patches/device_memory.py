@@ -20,7 +20,7 @@ from speculators_compat.surface import Surface
 
 
 def host_memory() -> tuple[int, int]:
-    """Available and total host memory, in bytes."""
+    """Free and total host memory, in bytes; what caches files counts as taken."""
     page = os.sysconf("SC_PAGE_SIZE")
     return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
 

@@ -146,7 +146,7 @@ class ServerConnectorBlocks(Adapter):
                     mend="extract in-process instead, or with vLLM 0.25 or later",
                 )
             if length != instance._block_size:
-                journal.replace(instance, "_block_size", length, adapter=self.id)
+                instance._block_size = length  # what it has is right for good, whether the adapter is undone or not
             return done
 
         journal.wrap(context.module.ExampleHiddenStatesConnector, "register_kv_caches", register, adapter=self.id)

@@ -506,6 +506,14 @@ def test_one_bad_sample_is_named_and_the_others_are_there(rig: Rig, monkeypatch:
     assert len(rig.generate()) == 4
 
 
+def test_nothing_is_said_to_be_kept_that_was_handed_on() -> None:
+    session: Any = SimpleNamespace(alignment=alignment.Report())
+    verdicts = [alignment.Verdict(), alignment.Verdict(fault="another token", cause="order")]
+    with pytest.raises(UnprovedError, match=r"SC515(.|\n)*given to on_result") as info:
+        results(session, [input_ids([1]), input_ids([2])], [[], []], verdicts, kept=False)
+    assert info.value.results == [None, None]
+
+
 def test_many_bad_samples_end_the_run(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     fault_another_layer(rig, monkeypatch)
     with pytest.raises(UnprovedError, match=r"SC516(.|\n)*likely cause") as info:

@@ -69,7 +69,7 @@ def test_a_killed_process_is_noticed_at_once(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_pid_alone_is_not_the_process(tmp_path: Path) -> None:
-    foreign(tmp_path, place=claims._place(), pid=os.getpid(), started="1")
+    foreign(tmp_path, place=claims.place(), pid=os.getpid(), started="1")
     assert claims.holder(tmp_path) is None
 
 
@@ -140,7 +140,7 @@ def test_a_process_that_died_while_it_took_over_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claims._wait_for, "__defaults__", (0.1,))
-    foreign(tmp_path, place=claims._place(), pid=os.getpid(), started="1")
+    foreign(tmp_path, place=claims.place(), pid=os.getpid(), started="1")
     (tmp_path / f"{claims.NAME}.gate").mkdir()
     claim = claims.take(tmp_path)
     claim.release()
@@ -149,7 +149,7 @@ def test_a_process_that_died_while_it_took_over_is_not_waited_for(
 
 @pytest.mark.parametrize("attempt", range(10))
 def test_of_many_at_once_one_wins(tmp_path: Path, attempt: int) -> None:
-    foreign(tmp_path, place=claims._place(), pid=os.getpid(), started="1")  # a dead one, to be taken over
+    foreign(tmp_path, place=claims.place(), pid=os.getpid(), started="1")  # a dead one, to be taken over
     won: list[claims.Claim] = []
     lost: list[CompatError] = []
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 from doctor_support import KIMI, fake_vllm, make_model, run
 
+from speculators_compat import handover
 from speculators_compat.doctor import host
 
 GIB = 2**30
@@ -34,8 +35,8 @@ def test_shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(16 * GIB, 0, 16 * GIB))
     assert run("SC730").status == "ok"
     monkeypatch.setattr(host, "SHARED_MEMORY", tmp_path)
-    (tmp_path / "speculators-compat-999999999-abc").mkdir()
-    (tmp_path / f"speculators-compat-{os.getpid()}-abc").mkdir()
+    for owner in (f"999999999-{handover._here()}", f"{os.getpid()}-{handover._here()}", "999999999-00000000"):
+        (tmp_path / f"speculators-compat-{owner}-abc").mkdir()
     assert "; 1 folder of killed runs" in run("SC730").outcome.found
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(GIB // 16, 0, GIB // 16))
     assert run("SC730").status == "warning"

@@ -319,6 +319,12 @@ def test_bad_layer_ids(model: Path, ids: Any, status: str, words: str) -> None:
     assert (result.status, words in result.outcome.found) == (status, True)
 
 
+def test_a_mend_names_ids_only_where_they_are_meant_for_sure(model: Path) -> None:
+    assert run("SC716", model=model, layer_ids=(2, 4, 8)).outcome.mend == "--layer-ids 1 3 7"
+    for ids in ((2, 30, 58), (-1,), (0, 8)):
+        assert run("SC716", model=model, layer_ids=ids).outcome.mend == "the last layer is 7"
+
+
 def test_default_layer_ids_of_a_small_model(tmp_path: Path) -> None:
     model = make_model(tmp_path / "m", {"num_hidden_layers": 2})
     assert run("SC716", model=model).outcome.mend == "--layer-ids 0 1"

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -169,6 +170,37 @@ def test_what_a_killed_process_left_is_swept() -> None:
         assert ours.path.exists()
     finally:
         ours.close()
+
+
+def test_what_another_container_left_or_holds_is_not_touched() -> None:
+    foreign = handover.SHARED_MEMORY / f"{handover.PREFIX}99999999-00000000-abc"
+    foreign.mkdir()
+    try:
+        Depot(need=0).close()
+        assert foreign.is_dir()
+    finally:
+        foreign.rmdir()
+
+
+def test_a_long_name_of_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    monkeypatch.setattr(handover.tempfile, "tempdir", str(folder))
+    depot = Depot(need=2**60)
+    try:
+        assert Sender(str(depot.path)) is not None
+    finally:
+        depot.close()
+    assert not depot.path.exists()
+
+
+def test_a_depot_that_nobody_reached_leaves_no_thread() -> None:
+    before = threading.active_count()
+    Depot(need=0).close()
+    end = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert threading.active_count() == before
 
 
 def test_folder_and_files_are_the_users_alone(depot: Depot, sender: Sender) -> None:

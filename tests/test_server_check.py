@@ -287,6 +287,12 @@ def test_a_vllm_without_the_method(tmp_path: Path, vllm: Path) -> None:
         planned(tmp_path, vllm, "0.32.0")
 
 
+def test_pipeline_parallelism(tmp_path: Path, vllm: Path) -> None:
+    model(tmp_path)
+    with pytest.raises(CompatError, match=r"SC404(.|\n)*--tp 8"):
+        planned(tmp_path, vllm, tp=4, pp=2)
+
+
 def test_serve_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["--serve"])

@@ -340,7 +340,7 @@ def _failed(error: Exception) -> CompatError:
         "SC304",
         found=f"adapter {failed}: {type(error).__name__}: {error}",
         expected="every required adapter applied",
-        why="a half-patched library could return wrong hidden states, so every change was undone",
+        why="a half-patched library could return wrong hidden states, so no change of this module is left",
         mend="compat-check shows the versions; please report the traceback above with its output",
     )
 

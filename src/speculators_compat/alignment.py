@@ -426,7 +426,7 @@ class Alignment:
         tolerance = TOLERANCE.get(dtype, max(TOLERANCE.values()))
         for number, id in enumerate(pending.ids):
             fed, error, own, raw, nearest, twin = figures[number]
-            other = int(twin) if len(pending.ids) > 1 and nearest <= tolerance < error else -1
+            other = pending.places[int(twin)] if len(pending.ids) > 1 and nearest <= tolerance < error else -1
             self._capture.sender.prove(
                 {
                     "id": id,

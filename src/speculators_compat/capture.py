@@ -355,6 +355,8 @@ class Capture:
             for id in step.ended:
                 request = self._requests.pop(id, None)
                 if request is not None and request.prompt:
+                    if request.parcel is not None:
+                        self.sender.release(request.parcel)
                     _unfinished(id, request)
 
     def _fail(self, error: Exception) -> None:

@@ -47,7 +47,7 @@ class Holder:
 
     def dead(self) -> bool | None:
         """Whether the process has ended; ``None`` if that can't be told from here."""
-        if self.place != _place():
+        if self.place != place():
             return None
         return started(self.pid) != self.started
 
@@ -57,7 +57,8 @@ def host() -> str:
     return socket.gethostname()
 
 
-def _place() -> str:
+def place() -> str:
+    """What process ids of this process's kind mean the same in: machine, boot and pid namespace."""
     parts = []
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -115,8 +116,9 @@ class Claim:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
-        self.holder = Holder(host(), os.getpid(), _place(), started(os.getpid()), secrets.token_hex(8))
+        self.holder = Holder(host(), os.getpid(), place(), started(os.getpid()), secrets.token_hex(8))
         self._file = -1
+        self._lock = threading.Lock()  # a number that is closed may be another file's the moment after
         self._over = threading.Event()
         self._lost = ""
 
@@ -174,11 +176,14 @@ class Claim:
         while not self._over.wait(BEAT):
             count += 1
             try:
-                if not os.path.samestat(os.fstat(self._file), self.path.stat()):
-                    self._lost = "another process has taken it over"
-                    return
-                os.pwrite(self._file, self._content(count), 0)
-                os.fsync(self._file)
+                with self._lock:
+                    if self._file < 0:
+                        return
+                    if not os.path.samestat(os.fstat(self._file), self.path.stat()):
+                        self._lost = "another process has taken it over"
+                        return
+                    os.pwrite(self._file, self._content(count), 0)
+                    os.fsync(self._file)
             except FileNotFoundError:
                 self._lost = "its claim was removed"
                 return
@@ -210,13 +215,14 @@ class Claim:
     def release(self) -> None:
         """Let go of the folder. Safe to call twice."""
         self._over.set()
-        if self._file < 0:
-            return
-        handle, self._file = self._file, -1
-        with contextlib.suppress(OSError):
-            if os.path.samestat(os.fstat(handle), self.path.stat()):
-                self.path.unlink()
-        os.close(handle)
+        with self._lock:
+            if self._file < 0:
+                return
+            handle, self._file = self._file, -1
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(handle), self.path.stat()):
+                    self.path.unlink()
+            os.close(handle)
 
 
 def _wait_for(gate: Path, patience: float = 5.0) -> None:

@@ -27,7 +27,7 @@ has to do, and the verdict. Imports neither torch nor vLLM.
 
 With --model, --data or --output-dir it also checks the run that is to be made:
 files, memory, data and host, each in seconds. --rehearse makes that run with a
-small copy of the model, without its weights, in a minute or two.
+small copy of the model, without its weights, in a few minutes.
 
 Exit status:
   0  ready
@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--max-seq-len", type=count, default=2048, metavar="L", help="Longer prompts are cut (2048).")
     add("--batch-size", type=count, default=32, metavar="B", help="Prompts in one call (32).")
-    add("--layer-ids", type=int, nargs="+", metavar="ID", help="Decoder layers, from 0.")
+    add("--layer-ids", type=int, nargs="+", metavar="ID", help="Decoder layers, from 0 (--serve: as speculators counts).")
     add("--data", metavar="FILE.jsonl", help="Check the tokenized prompts.")
     add("--output-dir", metavar="DIR", help="Check the folder for the samples.")
     add("--vllm-args", metavar="JSON", help="More vLLM arguments, as an object.")
@@ -442,7 +442,7 @@ def _verdict(report: Report) -> tuple[str, str]:
     counts = [
         f"{count} {what}"
         for what, count in (
-            ("warnings", sum(one.status == "warning" for one in report.checks)),
+            ("warning(s)", sum(one.status == "warning" for one in report.checks)),
             ("skipped", sum(one.status == "skipped" for one in report.checks)),
         )
         if count

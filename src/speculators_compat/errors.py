@@ -571,10 +571,11 @@ CATALOG: dict[str, ErrorInfo] = {
         "Start the server as compat-check --serve prints; check it with compat-check --url URL.",
     ),
     "SC805": ErrorInfo(
-        "The connector would read states from other rows",
+        "The cache of hidden states has blocks of a length that does not fit",
         "Where decoder layers cache differently, by sliding windows or linear attention, hidden states lie in blocks of "
-        "their own length. vLLM 0.24's connector reads them by another length, without any error; with the plugin it reads "
-        "by that of its own cache group. Here the cache has a length that fits neither, and the server does not start.\n"
+        "their own length. vLLM 0.24's connector reads them by another length: other rows, without any error. The adapter "
+        "server_connector_blocks makes it read by the length of its own cache group. Here the cache's blocks are no whole "
+        "part of that, so rows cannot be told for sure, and the server does not start.\n"
         "Extract in-process, or serve with vLLM 0.25 or later.",
     ),
     "SC810": ErrorInfo(

@@ -22,7 +22,8 @@ class UnprovedError(CompatError):
 
     Attributes:
         failed: prompt index to what is wrong with its states.
-        results: what ``generate()`` would have returned, with ``None`` for these prompts.
+        results: what ``generate()`` would have returned, with ``None`` for these prompts; for all of them where
+            ``on_result`` was given.
     """
 
     failed: dict[int, str]
@@ -121,12 +122,18 @@ def result(prompt: Any, layers: list[Any]) -> dict[str, Any]:
 
 
 def results(
-    session: Session, prompts: list[Any], states: list[list[Any]], verdicts: list[alignment.Verdict]
+    session: Session,
+    prompts: list[Any],
+    states: list[list[Any]],
+    verdicts: list[alignment.Verdict],
+    *,
+    kept: bool = True,
 ) -> list[dict[str, Any]]:
     """What ``generate()`` returns: as speculators' own results, in the order of the prompts.
 
     Args:
         prompts: as :func:`input_ids` makes them.
+        kept: ``states`` holds them; otherwise each was handed on when it was proved.
 
     Raises:
         UnprovedError: SC515 naming the prompts whose states are not their own, SC516 if that happens all the time.
@@ -144,7 +151,8 @@ def results(
             found=f"{found}; {sum(session.alignment.failed.values())} samples so far, {session.alignment.proved} proved",
             expected="final norm and LM head, applied to the captured state, give the engine's own token",
             why=f"likely cause: {alignment.CAUSES[cause]}; a draft model trained on such states is poor",
-            mend="report the model and the versions that compat-check prints; nothing of this call was returned",
+            mend="report the model and the versions that compat-check prints; "
+            + ("nothing of this call was returned" if kept else "what on_result was given had been proved"),
         )
         error.results = [None] * len(made)
     else:
@@ -153,9 +161,10 @@ def results(
             found=found,
             expected="final norm and LM head, applied to the captured state, give the engine's own token",
             why="the states belong to another prompt, token or layer",
-            mend="leave the prompt out, or run it again; the other prompts' states are in the error's .results",
+            mend="leave the prompt out, or run it again; the other prompts' states "
+            + ("are in the error's .results" if kept else "were given to on_result"),
         )
-        error.results = [None if index in failed else result for index, result in enumerate(made)]
+        error.results = [None if not kept or index in failed else result for index, result in enumerate(made)]
     error.failed = failed
     raise error
 

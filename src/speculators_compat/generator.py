@@ -177,7 +177,7 @@ def generate(
 
             clean_up(self, dog, abort)
             raise
-    made = results(session, prompts, states, verdicts)
+    made = results(session, prompts, states, verdicts, kept=on_result is None)
     return made if on_result is None else []
 
 

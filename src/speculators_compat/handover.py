@@ -29,12 +29,13 @@ import tempfile
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .claims import started
+from .claims import place, started
 from .errors import CompatError
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ SHARED_MEMORY = Path("/dev/shm")
 HELD_SHARE = 0.4
 #: How long a worker may take from vLLM's report that a request is finished until its states have arrived, in seconds.
 PATIENCE = 300.0
+#: A socket's path has at most 107 bytes on Linux; the depot's own name and the socket's take less than 60.
+LONGEST_PARENT = 48
 
 
 def machine() -> dict[str, str]:
@@ -132,9 +135,9 @@ class Depot:
     def __init__(self, need: int = 256 * 2**20) -> None:
         sweep_stale()
         shared = os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free >= need
-        parent = SHARED_MEMORY if shared else Path(tempfile.gettempdir())
+        parent = SHARED_MEMORY if shared else _temporary()
         self._process = os.getpid()
-        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{self._process}-", dir=parent))
+        self.path = Path(tempfile.mkdtemp(prefix=_prefix(), dir=parent))
         self._limit = int(shutil.disk_usage(parent).free * HELD_SHARE) if shared else 0
         self._held = 0
         self._changed = threading.Condition()
@@ -223,6 +226,8 @@ class Depot:
         if self._worker is not None:
             self._worker.send({"bye": True})
             self._worker.close()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # closing alone does not wake a thread that waits in accept()
         self._listener.close()
         shutil.rmtree(self.path, ignore_errors=True)
 
@@ -479,17 +484,35 @@ def _ended(pid: int, patience: float = 5.0) -> bool:
 
 def sweep_stale() -> list[Path]:
     """Remove depots whose process was killed; returns them."""
-    removed = []
-    for parent in {SHARED_MEMORY, Path(tempfile.gettempdir())}:
-        for depot in parent.glob(f"{PREFIX}*"):
-            if (owner := _owner(depot)) and not Path(f"/proc/{owner}").exists():
-                shutil.rmtree(depot, ignore_errors=True)
-                removed.append(depot)
+    removed = [depot for parent in (SHARED_MEMORY, _temporary()) for depot in stale(parent)]
+    for depot in removed:
+        shutil.rmtree(depot, ignore_errors=True)
     return removed
+
+
+def stale(parent: Path) -> list[Path]:
+    """Depots in ``parent`` whose process was killed. Those of other machines and containers are left alone: their processes
+    cannot be seen from here."""
+    depots = [(depot, _owner(depot)) for depot in parent.glob(f"{PREFIX}*-{_here()}-*")]
+    return [depot for depot, owner in depots if owner and not Path(f"/proc/{owner}").exists()]
+
+
+def _here() -> str:
+    return f"{zlib.crc32(place().encode()):08x}"
+
+
+def _prefix() -> str:
+    return f"{PREFIX}{os.getpid()}-{_here()}-"
+
+
+def _temporary() -> Path:
+    """The folder of temporary files, unless its name is too long for a socket in it."""
+    folder = Path(tempfile.gettempdir())
+    return folder if len(os.fsencode(folder)) <= LONGEST_PARENT else Path("/tmp")
 
 
 def remove_own_depots() -> None:
     """Remove this process's depots, before it is ended without the usual clean-up."""
-    for parent in {SHARED_MEMORY, Path(tempfile.gettempdir())}:
-        for depot in parent.glob(f"{PREFIX}{os.getpid()}-*"):
+    for parent in (SHARED_MEMORY, _temporary()):
+        for depot in parent.glob(f"{_prefix()}*"):
             shutil.rmtree(depot, ignore_errors=True)

@@ -102,16 +102,20 @@ def changes() -> list[str]:
 
 
 def _choose(side: _Side, adapters: list[Adapter]) -> None:
-    left_out = settings.without()
-    side.chosen = [a for a in adapters if a.id not in left_out]
-    if any(a.id in left_out for a in adapters):
-        warnings.warn(f"left out for diagnosis: adapters {', '.join(left_out)}", CompatWarning, stacklevel=3)
-    side.states = {a.id: Probe(State.WAITING, f"until {a.trigger} is imported") for a in side.chosen}
+    _take(side, adapters)
     for trigger in dict.fromkeys(a.trigger for a in side.chosen):
         module = sys.modules.get(trigger)
         if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
             _arrived(side, module)
         _hook(side, trigger)
+
+
+def _take(side: _Side, adapters: list[Adapter]) -> None:
+    left_out = settings.without()
+    side.chosen = [a for a in adapters if a.id not in left_out]
+    if any(a.id in left_out for a in adapters):
+        warnings.warn(f"left out for diagnosis: adapters {', '.join(left_out)}", CompatWarning, stacklevel=4)
+    side.states = {a.id: Probe(State.WAITING, f"until {a.trigger} is imported") for a in side.chosen}
 
 
 def _hook(side: _Side, name: str) -> None:
@@ -127,7 +131,7 @@ def _arrived(side: _Side, module: ModuleType) -> None:
     with _lock:
         if not side.active:
             return
-        if side is _client and not side.states:
+        if side is _client and not side.chosen:
             _choose_client()
         surface = LiveSurface()
         for adapter in side.chosen:
@@ -146,8 +150,12 @@ def _arrived(side: _Side, module: ModuleType) -> None:
                     )
                 warnings.warn(f"adapter {adapter.id} is left out: {probe.reason}", CompatWarning, stacklevel=2)
             elif probe.state is State.APPLIED:
-                with side.journal:
-                    adapter.apply(Context(module, side.journal, settings.current(), {}))
+                try:
+                    with side.journal:
+                        adapter.apply(Context(module, side.journal, settings.current(), {}))
+                except Exception as error:
+                    side.states[adapter.id] = Probe(State.FAILED, f"{type(error).__name__}: {error}")
+                    raise
 
 
 def _choose_client() -> None:
@@ -155,7 +163,4 @@ def _choose_client() -> None:
     from .registry import adapters
 
     found = adapters()
-    left_out = settings.without()
-    ids = load_matrix(known_adapters=found).client_adapters
-    _client.chosen = [found[id] for id in ids if id not in left_out]
-    _client.states = {a.id: Probe(State.WAITING, f"until {a.trigger} is imported") for a in _client.chosen}
+    _take(_client, [found[id] for id in load_matrix(known_adapters=found).client_adapters])

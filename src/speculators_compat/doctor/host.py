@@ -8,7 +8,7 @@ import os
 import resource
 import shutil
 
-from ..handover import PREFIX, SHARED_MEMORY
+from ..handover import SHARED_MEMORY, stale
 from .base import Outcome, Unavailable, check, failed, ok, warning
 from .context import Context, size
 from .memory import cgroup_limit, in_flight, mem_available
@@ -35,14 +35,9 @@ def shm(context: Context) -> Outcome:
             why="vLLM's workers and the hand-over of states talk through it",
             mend="docker run --shm-size=16g ..., or: mount -t tmpfs tmpfs /dev/shm",
         )
-    stale = [
-        p.name
-        for p in SHARED_MEMORY.glob(f"{PREFIX}*")
-        if (owner := p.name[len(PREFIX) :].partition("-")[0]).isdigit()
-        and not os.path.exists(f"/proc/{owner}")
-    ]
-    folders = "1 folder" if len(stale) == 1 else f"{len(stale)} folders"
-    left = f"; {folders} of killed runs, which the next run removes" if stale else ""
+    count = len(stale(SHARED_MEMORY))
+    folders = "1 folder" if count == 1 else f"{count} folders"
+    left = f"; {folders} of killed runs, which the next run removes" if count else ""
     text = f"{size(usage.free)} free of {size(usage.total)}{left}"
     if not os.access(SHARED_MEMORY, os.W_OK):
         return failed(

@@ -319,13 +319,15 @@ def layer_ids(context: Context) -> Outcome:
                 why="the generator stops before the load (SC406)",
                 mend=f"--layer-ids 0 {layers - 1}",
             )
-        near = " ".join(str(min(max(k, 0), layers - 1)) for k in ids)
         boundary = "; EAGLE-3 counts boundaries, boundary k is id k - 1 here" if layers in wrong else ""
+        boundaries = layers in wrong and all(1 <= k <= layers for k in ids)
+        # Numbers only where they are meant for sure: ids that were brought into range would be other layers.
+        mend = f"--layer-ids {' '.join(str(k - 1) for k in ids)}" if boundaries else f"the last layer is {layers - 1}"
         return failed(
             f"{' '.join(map(str, wrong))} of {layers} layers",
             expected=f"ids from 0 to {layers - 1}",
             why=f"the generator stops before the load (SC406){boundary}",
-            mend=f"--layer-ids {near}",
+            mend=mend,
         )
     if len(set(ids)) < len(ids):
         unique = " ".join(str(k) for k in dict.fromkeys(ids))

@@ -180,6 +180,8 @@ def _token_ids(context: Context, plan: Plan) -> list[int]:
 
 def _environment(context: Context, folder: Path, cpu: bool, tp: int) -> dict[str, str]:
     environment = dict(os.environ)
+    if path := environment.get("PYTHONPATH"):  # it starts in another folder
+        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(part) for part in path.split(os.pathsep) if part)
     environment.update(
         {
             REHEARSAL: "1",

@@ -163,6 +163,14 @@ def plan(context: Context, *, folder: str | None = None, port: int = PORT) -> Se
             why="speculators' client talks to nothing else",
             mend="extract in-process (docs/ways.md), or install a vLLM that has it",
         )
+    if context.options.pp > 1:
+        raise CompatError(
+            "SC404",
+            found=f"--pp {context.options.pp}",
+            expected="1",
+            why="each pipeline rank sees its own decoder layers only; states of the others would be missing",
+            mend=f"--tp {context.options.tp * context.options.pp}",
+        )
     layers, _ = context.shape
     notes = []
     speculators = context.installed("speculators").version
