@@ -51,6 +51,9 @@ class Row:
         return f"{self.kind}-{self.dtype}"
 
 
+#: Of what is shown of other programs' output, indented by three.
+WIDTH = shutil.get_terminal_size((80, 24)).columns - 3
+
 ROWS = [
     Row("llama", "float32", 1e-5),
     Row("deepseek_v3", "float32", 1e-5),
@@ -70,8 +73,11 @@ def main() -> int:
     print(f"vLLM's own output: {log.relative_to(HERE.parent)}\n")
 
     say("1. Tiny models with random weights, and a float32 forward pass of transformers as the reference")
-    references = {row.name: build(row, work / "models" / row.name, prompts) for row in ROWS}
-    print(f"   {', '.join(references)}: {len(prompts)} prompts, {sum(map(len, prompts))} tokens\n")
+    references = {}
+    for row in ROWS:
+        references[row.name] = build(row, work / "models" / row.name, prompts)
+        say(f"   {row.name}")
+    say(f"   {len(prompts)} prompts, {sum(map(len, prompts))} tokens\n")
 
     say("2. An unchanged speculators script, without the plugin")
     script = work / "unchanged.py"
@@ -79,23 +85,25 @@ def main() -> int:
     code, output = run(log, script, work / "models" / "kimi_k25-float32", SPECULATORS_COMPAT="0")
     lines = [line for line in output.splitlines() if line.strip()]
     error = next((i for i, line in reversed([*enumerate(lines)]) if "Error" in line), len(lines) - 3)
-    print("".join(f"   {line[:110]}\n" for line in lines[error : error + 4]) + f"   exit status {code}\n")
+    print("".join(f"   {line[:WIDTH]}\n" for line in lines[error : error + 4]) + f"   exit status {code}\n")
     failed_as_expected = code != 0 and "is_encoder_decoder" in output
 
     say("3. compat-check")
-    checked, output = run(log, "-m", "speculators_compat.cli")
+    checked, output = run(log, "-m", "speculators_compat.cli", COLUMNS=str(WIDTH))
     print("\n".join(f"   {line}" for line in output.rstrip().splitlines()) + "\n")
 
     say("4. examples/extract_hidden_states.py with the plugin")
     for row in ROWS:
         extract(row, work, log, references[row.name])
-        print(f"   {row.name}: {row.rate:,.0f} tokens/s")
+        say(f"   {row.name}: {row.rate:,.0f} tokens/s")
     print()
     table(ROWS)
     good = all(row.error < row.limit for row in ROWS)
     if not failed_as_expected:
         print("The unchanged script did not fail as expected.")
     print(f"{'Done' if good else 'FAILED: an error is above its limit'}, {time.monotonic() - started:.0f} s.")
+    command = f"PYTHONPATH={os.environ.get('PYTHONPATH', '')} {os.path.relpath(sys.executable)} -m speculators_compat.cli"
+    print(f"\ncompat-check in this environment:\n   {command} --help")
     return 0 if good and failed_as_expected and checked == 0 else 1
 
 
@@ -193,7 +201,7 @@ def table(rows: list[Row]) -> None:
 
     found = Table(title="Relative error against transformers in float32", title_justify="left")
     for name in ("model", "decoder layers at", "dtype"):
-        found.add_column(name)
+        found.add_column(name, overflow="fold")
     for name in ("error", "limit", "tokens/s"):
         found.add_column(name, justify="right")
     for row in rows:
@@ -201,13 +209,13 @@ def table(rows: list[Row]) -> None:
         found.add_row(
             row.model, row.path, row.dtype, f"{row.error:.1e}{mark}", f"{row.limit:.0e}", f"{row.rate:,.0f}"
         )
-    console = Console(width=max(110, Console().width), highlight=False)
+    console = Console(highlight=False)
     console.print(found)
     rerouted = max(row.rerouted for row in rows)
     console.print(
         "error: the largest of all values, relative to the largest value of its sample and layer.\n"
-        "* in bf16 the median of the tokens' relative errors, in the worst layer: rounding makes the router send some\n"
-        f"  tokens ({rerouted:.1%} here) to another expert: another computation, not an error of the capture.\n"
+        "* in bf16 the median of the tokens' relative errors, in the worst layer: rounding makes the router send some "
+        f"tokens ({rerouted:.1%} here) to another expert: another computation, not an error of the capture.\n"
     )
 
 
