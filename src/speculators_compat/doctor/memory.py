@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from ..handover import SHARED_MEMORY, size_class
+from ..layer_ids import trainer_format
 from . import gpu
 from .base import Outcome, Unavailable, check, failed, ok, skipped, warning
 from .context import Context, size
@@ -338,7 +339,9 @@ def layer_ids(context: Context) -> Outcome:
             mend=f"--layer-ids {unique}",
         )
     by = "" if given is not None else " (speculators' default)"
-    return ok(f"{' '.join(map(str, ids))} of {layers}{by}: the states that leave these layers")
+    newer = given is not None and trainer_format(context.installed("speculators").version) == "safetensors"
+    flag = " (the example script: --layer-convention after-layer)" if newer else ""
+    return ok(f"{' '.join(map(str, ids))} of {layers}{by}: the states that leave these layers{flag}")
 
 
 @check("SC717", "memory", "sequence length")
