@@ -145,8 +145,7 @@ class ServerConnectorBlocks(Adapter):
                     why="states would be read from other rows than the prompt's",
                     mend="extract in-process instead, or with vLLM 0.25 or later",
                 )
-            if length != instance._block_size:
-                instance._block_size = length  # what it has is right for good, whether the adapter is undone or not
+            instance._block_size = length  # right for good, whether the adapter is undone or not
             return done
 
         journal.wrap(context.module.ExampleHiddenStatesConnector, "register_kv_caches", register, adapter=self.id)
