@@ -325,6 +325,13 @@ def test_a_mend_names_ids_only_where_they_are_meant_for_sure(model: Path) -> Non
         assert run("SC716", model=model, layer_ids=ids).outcome.mend == "the last layer is 7"
 
 
+def test_boundaries_where_the_settings_say_so(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECULATORS_COMPAT_LAYER_IDS", "boundary")
+    assert run("SC716", model=model, layer_ids=(2, 8)).outcome.found.startswith("1 7 of 8")
+    assert run("SC716", model=model, layer_ids=(2, 9)).status == "failed"
+    assert run("SC716", model=model, layer_ids=(0, 8)).status == "failed"
+
+
 def test_default_layer_ids_of_a_small_model(tmp_path: Path) -> None:
     model = make_model(tmp_path / "m", {"num_hidden_layers": 2})
     assert run("SC716", model=model).outcome.mend == "--layer-ids 0 1"

@@ -10,7 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from .. import settings
 from ..detect import Installed, detect
+from ..layer_ids import BOUNDARY, from_boundaries
 from . import gpu
 from .base import Unavailable
 from .facts import BYTES, ModelFacts, default_layer_ids
@@ -287,8 +289,15 @@ class Context:
 
     @property
     def layer_ids(self) -> list[int]:
+        """After-layer ids, as the generator would take those that are given.
+
+        Raises:
+            InputError: SC411 for what is no boundary, where the settings say that ids are boundaries.
+        """
         ids = self.options.layer_ids
-        return list(ids) if ids is not None else default_layer_ids(self.shape[0], self.installed("speculators").version)
+        if ids is None:
+            return default_layer_ids(self.shape[0], self.installed("speculators").version)
+        return from_boundaries(ids) if settings.current().layer_convention == BOUNDARY else list(ids)
 
     @property
     def captured_layers(self) -> int:

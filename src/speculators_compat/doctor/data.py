@@ -385,7 +385,7 @@ def _differences(context: Context, old: dict[str, object]) -> list[str]:
     options = context.options
     now: dict[str, object] = {"max_seq_len": options.max_seq_len}
     if options.layer_ids is not None:
-        now["layer_ids"] = list(options.layer_ids)
+        now["layer_ids"] = context.layer_ids
     if "dtype" in options.vllm_args:
         now["dtype"] = str(options.vllm_args["dtype"])
     found = [
