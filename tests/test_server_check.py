@@ -289,7 +289,7 @@ def test_a_vllm_without_the_method(tmp_path: Path, vllm: Path) -> None:
 
 def test_pipeline_parallelism(tmp_path: Path, vllm: Path) -> None:
     model(tmp_path)
-    with pytest.raises(CompatError, match=r"SC404(.|\n)*--tp 8"):
+    with pytest.raises(CompatError, match="SC404"):
         planned(tmp_path, vllm, tp=4, pp=2)
 
 

@@ -503,6 +503,7 @@ GPU_CELLS = (
     "--way offline --model nemotron --mended 0",
     "--way offline --model llama64 --runner 2",
     "--way serve --model llama64",
+    "--way serve --model gemma2",
 )
 
 

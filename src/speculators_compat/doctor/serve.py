@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CompatError
 from ..layer_ids import AFTER_LAYER, BOUNDARY, check, convention_of, to_boundary
+from ..prompts import check_parallelism
 from ..serving import SERVE
 from ..statefile import token_ids_of
 from ..surface import SourceSurface
@@ -145,7 +146,8 @@ def plan(context: Context, *, folder: str | None = None, port: int = PORT) -> Se
     """The server for the model and the vLLM of ``context``.
 
     Raises:
-        CompatError: SC800 for a vLLM without the method, SC411 for a layer that the model does not have.
+        CompatError: SC800 for a vLLM without the method, SC404 for pipeline parallelism, SC411 for a layer that the model
+            does not have.
         Unavailable: without vLLM or a readable ``config.json``.
     """
     from ..matrix import load_matrix
@@ -163,14 +165,7 @@ def plan(context: Context, *, folder: str | None = None, port: int = PORT) -> Se
             why="speculators' client talks to nothing else",
             mend="extract in-process (docs/ways.md), or install a vLLM that has it",
         )
-    if context.options.pp > 1:
-        raise CompatError(
-            "SC404",
-            found=f"--pp {context.options.pp}",
-            expected="1",
-            why="each pipeline rank sees its own decoder layers only; states of the others would be missing",
-            mend=f"--tp {context.options.tp * context.options.pp}",
-        )
+    check_parallelism({"pipeline_parallel_size": context.options.pp})
     layers, _ = context.shape
     notes = []
     speculators = context.installed("speculators").version
